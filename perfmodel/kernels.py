@@ -56,7 +56,9 @@ class KernelSpec:
         return None
 
 
-def _fp8(name: str, recipe_a: str, recipe_b: str, accumulation: str, quantize_a: str, quantize_b: str, **multiples: int) -> KernelSpec:
+def _fp8(
+    name: str, recipe_a: str, recipe_b: str, accumulation: str, quantize_a: str, quantize_b: str, **multiples: int
+) -> KernelSpec:
     return KernelSpec(
         f"torch/{name}", "gemm", recipe_a, recipe_b, accumulation, f"torch/{quantize_a}", f"torch/{quantize_b}",
         min_capability=(9, 0), **multiples,

@@ -1,0 +1,48 @@
+"""Which machine a measurement was made on: GPU, driver, clocks, power, library versions."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from typing import Any
+
+_QUERY = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu")
+
+
+def gpu_state(index: int = 0) -> dict[str, float | str]:
+    """What `nvidia-smi` reports now: name, driver, clocks in MHz, power in W, temperature in C.
+
+    Raises:
+        FileNotFoundError: there is no `nvidia-smi`, hence no NVIDIA driver.
+    """
+    command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits", "-i", str(index)]
+    line = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    units = {"clocks.sm": "sm_mhz", "clocks.mem": "memory_mhz", "clocks.max.sm": "max_sm_mhz", "power.draw": "power_w",
+             "power.limit": "power_limit_w", "temperature.gpu": "temperature_c", "driver_version": "driver", "name": "gpu"}  # fmt: skip
+    state: dict[str, float | str] = {}
+    for key, value in zip(_QUERY, line.split(", "), strict=True):
+        try:
+            state[units[key]] = float(value) if key not in ("name", "driver_version") else value
+        except ValueError:
+            state[units[key]] = value
+    return state
+
+
+def fingerprint() -> dict[str, Any]:
+    """GPU, driver, clocks, and the versions of everything that chooses or runs a kernel."""
+    import torch
+    import triton
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        **gpu_state(),
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "l2_bytes": properties.L2_cache_size,
+        "memory_bytes": properties.total_memory,
+        "gpus": torch.cuda.device_count(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+    }

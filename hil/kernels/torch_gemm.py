@@ -1,0 +1,106 @@
+"""torch's GEMMs on Hopper: `torch.mm`, `torch.bmm` and `torch._scaled_mm` in its scalings, all with bf16 results.
+
+Operands as `torch._scaled_mm` wants them: the left one (M, K) row-major, the right one (K, N) column-major, which is an
+(N, K) row-major tensor transposed. Timings use unit scales: the kernels do the same work whatever the scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hil.kernels.base import Runner, Shape
+from hil.timing import BufferPool
+
+E4M3 = torch.float8_e4m3fn
+# bf16 results: half an ulp is 2^-9 of a value, 2^-9 / sqrt(3) rms; fast accumulation adds 1.3e-3 at K = 4,096 and more beyond.
+_LIMIT = 2e-2
+
+
+def _mm_bytes(element: int) -> Callable[[Shape], int]:
+    return lambda s: s.groups * (element * (s.m * s.k + s.n * s.k) + 2 * s.m * s.n)
+
+
+def _bind_bf16(shape: Shape, pool: BufferPool) -> Callable[[int], torch.Tensor]:
+    def launch(index: int) -> torch.Tensor:
+        a = pool.view((shape.m, shape.k), index, 0)
+        b = pool.view((shape.n, shape.k), index, 1)
+        return torch.mm(a, b.t())
+
+    return launch
+
+
+def _bind_bf16_batched(shape: Shape, pool: BufferPool) -> Callable[[int], torch.Tensor]:
+    def launch(index: int) -> torch.Tensor:
+        a = pool.view((shape.groups, shape.m, shape.k), index, 0)
+        b = pool.view((shape.groups, shape.n, shape.k), index, 1)
+        return torch.bmm(a, b.transpose(1, 2))
+
+    return launch
+
+
+def _bind_scaled(scaling: str, fast: bool) -> Callable[[Shape, BufferPool], Callable[[int], torch.Tensor]]:
+    def bind(shape: Shape, pool: BufferPool) -> Callable[[int], torch.Tensor]:
+        rows, columns = (1, 1) if scaling == "tensorwise" else (shape.m, shape.n)
+        scale_a = torch.ones((rows, 1), device="cuda")
+        scale_b = torch.ones((1, columns), device="cuda")
+        if scaling == "tensorwise":
+            scale_a, scale_b = scale_a.squeeze(), scale_b.squeeze()
+
+        def launch(index: int) -> torch.Tensor:
+            a = pool.view((shape.m, shape.k), index, 0, E4M3)
+            b = pool.view((shape.n, shape.k), index, 1, E4M3)
+            return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+        return launch
+
+    return bind
+
+
+def _bind_block128(shape: Shape, pool: BufferPool) -> Callable[[int], torch.Tensor]:
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    blocks = shape.k // 128
+    # cuBLAS wants 1x128 scales M-major, and 128x128 scales K-major with K's extent padded to a multiple of 4.
+    scale_a = torch.ones((blocks, shape.m), device="cuda").t()
+    scale_b = torch.ones((shape.n // 128, -(-blocks // 4) * 4), device="cuda").t()
+
+    def launch(index: int) -> torch.Tensor:
+        a = pool.view((shape.m, shape.k), index, 0, E4M3)
+        b = pool.view((shape.n, shape.k), index, 1, E4M3)
+        return scaled_mm(
+            a, b.t(), scale_a, ScalingType.BlockWise1x128, scale_b, ScalingType.BlockWise128x128, output_dtype=torch.bfloat16
+        )
+
+    return launch
+
+
+def _error(dtype: torch.dtype, batched: bool = False) -> Callable[[Shape, BufferPool, Any], float]:
+    def error(shape: Shape, pool: BufferPool, result: Any) -> float:
+        lead = (shape.groups,) if batched else ()
+        a = pool.view((*lead, shape.m, shape.k), 0, 0, dtype)
+        b = pool.view((*lead, shape.n, shape.k), 0, 1, dtype)
+        if batched:
+            a, b, result = a[-1], b[-1], result[-1]
+        rows = torch.linspace(0, shape.m - 1, min(shape.m, 24), device=a.device).long()
+        columns = torch.linspace(0, shape.n - 1, min(shape.n, 48), device=a.device).long()
+        # Indexing has no FP8 kernel: gather the bytes.
+        pick = [x.view(torch.uint8)[i].view(dtype) if dtype is E4M3 else x[i] for x, i in ((a, rows), (b, columns))]
+        reference = pick[0].double() @ pick[1].double().t()
+        got = result[rows][:, columns].double()
+        return float((got - reference).norm() / reference.norm())
+
+    return error
+
+
+GEMM_RUNNERS = (
+    Runner("torch/bf16", _mm_bytes(2), _bind_bf16, _error(torch.bfloat16), _LIMIT),
+    Runner("torch/bf16_batched", _mm_bytes(2), _bind_bf16_batched, _error(torch.bfloat16, batched=True), _LIMIT),
+    Runner("torch/fp8_tensorwise_fast", _mm_bytes(1), _bind_scaled("tensorwise", True), _error(E4M3), _LIMIT),
+    Runner("torch/fp8_tensorwise_split", _mm_bytes(1), _bind_scaled("tensorwise", False), _error(E4M3), _LIMIT),
+    Runner("torch/fp8_rowwise_fast", _mm_bytes(1), _bind_scaled("rowwise", True), _error(E4M3), _LIMIT),
+    Runner("torch/fp8_rowwise_split", _mm_bytes(1), _bind_scaled("rowwise", False), _error(E4M3), _LIMIT),
+    Runner("torch/fp8_block128", _mm_bytes(1), _bind_block128, _error(E4M3), _LIMIT),
+)

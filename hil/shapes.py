@@ -1,0 +1,91 @@
+"""GEMM shapes as large recommendation models have them, drawn from a seed.
+
+Three kinds: activations by weights (M = batch, or batch times feature rows), weight gradients (K = that), and the
+batched products of explicit feature interactions. About one feature size in ten is no multiple of 16 (13 dense inputs,
+a 1-wide prediction, the 479 of DLRM's interaction), where only bf16 is legal.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hil.kernels.base import Shape
+
+_ROUND_FEATURES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+_ODD_FEATURES = (1, 2, 10, 13, 26, 27, 39, 100, 351, 367, 479, 845, 1000, 3337, 6045)
+_MAX_FLOPS = 2.2e12
+_MAX_OPERAND = 2**29
+
+
+def _feature(rng: np.random.Generator, largest: int = 8192, odd: float = 0.08) -> int:
+    draw = rng.random()
+    if draw < odd:
+        choice = [f for f in _ODD_FEATURES if f <= largest]
+        return int(rng.choice(choice))
+    if draw < 0.6:
+        choice = [f for f in _ROUND_FEATURES if f <= largest]
+        return int(rng.choice(choice))
+    return 16 * max(1, round(float(np.exp(rng.uniform(np.log(16), np.log(largest)))) / 16))
+
+
+def _rows(rng: np.random.Generator, smallest: int = 256, largest: int = 65536) -> int:
+    if rng.random() < 0.6:
+        exponents = np.arange(np.log2(smallest), np.log2(largest) + 1)
+        return int(2 ** rng.choice(exponents))
+    return 64 * max(1, round(float(np.exp(rng.uniform(np.log(smallest), np.log(largest)))) / 64))
+
+
+def gemm_shapes(count: int, seed: int) -> list[Shape]:
+    """`count` distinct GEMM shapes: 45% batch as M, 30% batch as K, 25% with rows far above the batch on one of them.
+
+    M (or K, for a weight gradient) is 256 to 65,536; up to 524,288 with features of at most 1,024, as where a layer acts
+    on every feature of every sample.
+    """
+    rng = np.random.default_rng(seed)
+    shapes: dict[Shape, None] = {}
+    while len(shapes) < count:
+        draw = rng.random()
+        tall = draw >= 0.75
+        rows = _rows(rng, 16384, 524288) if tall else _rows(rng)
+        first, second = (_feature(rng, 1024 if tall else 8192) for _ in range(2))
+        as_k = (0.45 <= draw < 0.75) or draw >= 0.88
+        shape = Shape(first, second, rows) if as_k else Shape(rows, first, second)
+        if (
+            2.0 * shape.m * shape.n * shape.k <= _MAX_FLOPS
+            and max(shape.m * shape.k, shape.n * shape.k, shape.m * shape.n) <= _MAX_OPERAND
+        ):
+            shapes[shape] = None
+    return list(shapes)
+
+
+def batched_shapes(count: int, seed: int) -> list[Shape]:
+    """`count` distinct batched GEMMs: one small product per sample, 256 to 16,384 samples."""
+    rng = np.random.default_rng(seed)
+    shapes: dict[Shape, None] = {}
+    sizes = (1, 8, 13, 16, 24, 26, 27, 32, 48, 64, 96, 128, 160, 192, 256)
+    while len(shapes) < count:
+        m, n, k = (int(rng.choice(sizes)) if rng.random() < 0.7 else int(rng.integers(4, 320)) for _ in range(3))
+        shape = Shape(m, n, k, _rows(rng, 256, 16384))
+        if shape.groups * max(m * k, n * k, m * n) <= _MAX_OPERAND // 2:
+            shapes[shape] = None
+    return list(shapes)
+
+
+def memory_shapes(count: int, seed: int) -> list[Shape]:
+    """`count` distinct (rows, columns) of operands that GEMMs read: activations, gradients and weights.
+
+    Rows 256 to 524,288 for activations, features for weights (three in ten).
+    """
+    rng = np.random.default_rng(seed)
+    shapes: dict[Shape, None] = {}
+    while len(shapes) < count:
+        draw = rng.random()
+        if draw < 0.3:
+            rows, columns = _feature(rng, odd=0.0), _feature(rng, odd=0.0)
+        elif draw < 0.5:
+            rows, columns = _rows(rng, 16384, 524288), _feature(rng, 1024, odd=0.0)
+        else:
+            rows, columns = _rows(rng), _feature(rng, odd=0.0)
+        if rows * columns <= _MAX_OPERAND // 2:
+            shapes[Shape(rows, 1, columns)] = None
+    return list(shapes)

@@ -1,0 +1,120 @@
+"""Timing GPU kernels by replaying CUDA graphs whose launches rotate over buffers.
+
+Rotation keeps a launch from finding its operands in the L2 that the launch before left there: the buffers of one graph
+together exceed twice the L2 wherever the launch limit allows (a launch below about 0.8 MB stays L2-resident, as the
+output of the kernel before it would be in a model).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+ROTATION_BYTES = 160 * 2**20
+MAX_LAUNCHES = 192
+MIN_LAUNCHES = 4
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Samples of one kernel's time; a sample is a graph replay divided by its launches.
+
+    Attributes:
+        samples_us: Every sample, in microseconds, in the order measured.
+        launches: Kernel calls in one graph.
+    """
+
+    samples_us: tuple[float, ...]
+    launches: int
+
+    def quantile(self, q: float) -> float:
+        """Linear-interpolated quantile of the samples, in microseconds."""
+        return float(torch.tensor(self.samples_us, dtype=torch.float64).quantile(q))
+
+
+def launches_for(bytes_per_launch: int) -> int:
+    """Launches per graph: enough that the rotated buffers exceed twice the L2, within limits."""
+    return max(MIN_LAUNCHES, min(MAX_LAUNCHES, -(-ROTATION_BYTES // max(bytes_per_launch, 1))))
+
+
+def capture(launch: Callable[[int], object], launches: int) -> tuple[torch.cuda.CUDAGraph, list[object]]:
+    """Capture `launch(0) ... launch(launches - 1)` in one CUDA graph.
+
+    Returns the graph and the launches' results, which must stay referenced while it is replayed: they are the
+    rotated output buffers.
+    """
+    launch(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [launch(index) for index in range(launches)]
+    return graph, results
+
+
+def time_interleaved(graphs: Sequence[tuple[torch.cuda.CUDAGraph, int]], budget_ms: float = 12.0) -> list[Timing]:
+    """Replay several graphs in turn, so that a drift of the clocks hits all alike.
+
+    Args:
+        graphs: (graph, launches in it).
+        budget_ms: Replay time to spend on each graph, within 7 to 25 replays.
+    """
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    counts = []
+    for graph, _ in graphs:
+        graph.replay()
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        counts.append(int(max(7, min(25, budget_ms / max(start.elapsed_time(stop), 1e-3)))))
+    events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in graphs]
+    for turn in range(max(counts)):
+        for index, (graph, _) in enumerate(graphs):
+            if turn < counts[index]:
+                pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                pair[0].record()
+                graph.replay()
+                pair[1].record()
+                events[index].append(pair)
+    torch.cuda.synchronize()
+    return [
+        Timing(tuple(1e3 * first.elapsed_time(last) / launches for first, last in pairs), launches)
+        for pairs, (_, launches) in zip(events, graphs, strict=True)
+    ]
+
+
+class BufferPool:
+    """Random operands, cut at rotating offsets from one allocation per dtype.
+
+    Values are standard normal (bf16 as they are; e4m3 rounded to nearest), since all-zero operands draw less power and
+    run faster than real data.
+    """
+
+    def __init__(self, device: str = "cuda", elements: int = 2**29, seed: int = 0) -> None:
+        """Allocate and fill `elements` values of each dtype (3 bytes an element in all)."""
+        generator = torch.Generator(device=device).manual_seed(seed)
+        self._bf16 = torch.empty(elements, dtype=torch.bfloat16, device=device)
+        self._e4m3 = torch.empty(elements, dtype=torch.float8_e4m3fn, device=device)
+        for piece_b, piece_e in zip(self._bf16.split(2**26), self._e4m3.split(2**26), strict=True):
+            piece_b.normal_(generator=generator)
+            piece_e.copy_(piece_b)
+        self._elements = elements
+
+    def view(self, shape: tuple[int, ...], index: int, slot: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """Operand number `slot` of launch `index`: distinct memory for launches up to the pool's size.
+
+        Raises:
+            ValueError: the operand exceeds the pool.
+        """
+        size = 1
+        for extent in shape:
+            size *= extent
+        if size > self._elements:
+            raise ValueError(f"operand of shape {shape} exceeds the pool of {self._elements} elements; enlarge it")
+        pool = self._e4m3 if dtype is torch.float8_e4m3fn else self._bf16
+        aligned = -(-size // 1024) * 1024
+        room = max((self._elements - size) // 1024, 1)
+        offset = ((2 * index + slot) * (aligned // 1024) % room) * 1024
+        return pool[offset : offset + size].view(shape)
