@@ -1,0 +1,71 @@
+"""The dispatch table: a decision as a file that a training job can load and check."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from loka_sim.schemas import read_document
+
+SCHEMA_VERSION = 1
+KIND = "loka-sim/dispatch_table"
+FILE_NAME = "dispatch_table.json"
+
+_PASS_KEYS = (
+    "m", "n", "k", "groups", "status", "kernel", "recipe_a", "recipe_b", "accumulation",
+    "predicted_us", "predicted_low_us", "predicted_high_us", "bf16_us", "bf16_low_us", "bf16_high_us",
+    "speedup", "mere", "sqnr_db", "reason", "runner_up",
+)  # fmt: skip
+
+
+def from_whatif(document: dict[str, Any]) -> dict[str, Any]:
+    """The dispatch table of a what-if document (`WhatIf.to_dict()`)."""
+    model, hardware, settings = document["model"], document["hardware"], document["settings"]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": KIND,
+        "loka_sim_version": document["loka_sim_version"],
+        "model": {
+            "name": model["name"],
+            "source": model["source"],
+            "fingerprint": model["fingerprint"],
+            "batch": settings["batch"],
+            "mods": settings["mods"],
+        },
+        "hardware": {
+            "name": hardware["name"],
+            "capability": hardware["capability"],
+            "perfmodel_fingerprint": hardware["perfmodel_fingerprint"],
+        },
+        "policy": {
+            "max_mere": settings["max_mere"],
+            "min_speedup": settings["min_speedup"],
+            "statistics": document["statistics"]["name"],
+        },
+        "sites": [
+            {
+                "name": site["name"],
+                "op": site["op"],
+                "weight": site["weight"],
+                "n": site["passes"]["output"]["n"],
+                "k": site["passes"]["output"]["k"],
+                "passes": {
+                    name: {key: decided[key] for key in _PASS_KEYS} for name, decided in site["passes"].items()
+                },
+            }
+            for site in document["sites"]
+        ],
+    }
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """Read and check a dispatch table.
+
+    Args:
+        path: The table, or a run folder that holds one.
+
+    Raises:
+        DataError: it is not there, truncated, of another kind or schema version, or breaks the schema.
+    """
+    path = Path(path)
+    return read_document(path / FILE_NAME if path.is_dir() else path, "dispatch_table")
