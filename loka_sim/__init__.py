@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from loka_sim.capture import capture as capture
     from loka_sim.compare import compare as compare
     from loka_sim.dispatch.export import export as export
-    from loka_sim.dispatch.table import load as load_table
+    from loka_sim.dispatch.table import load as load_table  # noqa: F401
     from loka_sim.modelspec import ModelSpec as ModelSpec
     from loka_sim.resolve import resolve_model as resolve_model
     from loka_sim.run_folder import save_run as save_run

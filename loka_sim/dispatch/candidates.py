@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 from loka_sim.modelspec import PASSES, Site
@@ -123,7 +123,7 @@ class SiteShape:
         return {name: BF16_BATCHED if groups != 1 else BF16 for name, _, _, _, groups in self.passes}
 
 
-@lru_cache(maxsize=None)
+@cache
 def illegal(shape: SiteShape, name: str, kernel: str, capability: tuple[int, int] = (9, 0)) -> str | None:
     """Why a pass cannot run a kernel, in words; None when it can.
 

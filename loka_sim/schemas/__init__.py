@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from loka_sim.errors import DataError
 
 
-@lru_cache(maxsize=None)
+@cache
 def schema(name: str) -> dict[str, Any]:
     """The shipped JSON Schema of a document: `whatif`, `dispatch_table`, ..."""
     return json.loads(Path(__file__).with_name(f"{name}.schema.json").read_text())
