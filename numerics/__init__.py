@@ -1,0 +1,1 @@
+"""Number formats, scaling, tensor-core accumulation, and the error they bring to one GEMM."""
