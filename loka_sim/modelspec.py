@@ -2,16 +2,20 @@
 
 A `ModelSpec` lists every GEMM location (a *site*) of a model with the (M, N, K) of its three passes,
 each dimension affine in the batch, so that the batch may change without another capture. It knows
-nothing of torch modules: `loka_sim.capture` makes one from a module, `ModelSpec.load` from a file.
+nothing of torch modules: `loka_sim.capture` makes one from a module, `load` from a file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 PASSES = ("output", "grad_input", "grad_weight")
+SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, order=True)
@@ -24,6 +28,31 @@ class Dim:
     def at(self, batch: int) -> int:
         """Size at a batch, in elements."""
         return self.const + self.per_batch * batch
+
+    def __str__(self) -> str:
+        """The dimension as files write it: `64`, `batch`, `26*batch`, `3*batch+1`."""
+        if not self.per_batch:
+            return str(self.const)
+        scaled = "batch" if self.per_batch == 1 else f"{self.per_batch}*batch"
+        return f"{scaled}{self.const:+d}" if self.const else scaled
+
+    @classmethod
+    def parse(cls, value: int | str) -> Dim:
+        """Read an integer or a text such as `26*batch`.
+
+        Raises:
+            ValueError: the text is no such dimension.
+        """
+        if not isinstance(value, str):
+            return cls(int(value))
+        match = re.fullmatch(r"(?:([1-9][0-9]*)\*)?batch([+-][0-9]+)?", re.sub(r"\s", "", value))
+        if not match:
+            raise ValueError(f"{value!r} is no dimension; write an integer, 'batch', '26*batch' or '3*batch+1'")
+        return cls(int(match[2] or 0), int(match[1] or 1))
+
+    def to_json(self) -> int | str:
+        """The dimension as a file holds it."""
+        return str(self) if self.per_batch else self.const
 
 
 @dataclass(frozen=True)
@@ -55,13 +84,37 @@ class Gemm:
         m, n, k = self.shape(batch)
         return 2 * m * n * k * self.groups.at(batch)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The pass as a file holds it."""
+        dims = {key: getattr(self, key).to_json() for key in ("m", "n", "k", "groups")}
+        return {**dims, "layout_a": self.layout_a, "layout_b": self.layout_b}
+
+    @classmethod
+    def from_dict(cls, document: dict[str, Any]) -> Gemm:
+        """The reverse of `to_dict`, of a valid document."""
+        m, n, k, groups = (Dim.parse(document.get(key, 1)) for key in ("m", "n", "k", "groups"))
+        return cls(m, n, k, groups, document.get("layout_a", cls.layout_a), document.get("layout_b", cls.layout_b))
+
+
+def linear_passes(m: Dim, n: Dim, k: Dim, groups: Dim = Dim(1)) -> dict[str, Gemm]:  # noqa: B008 (frozen)
+    """The three passes of a linear layer: x[m, k] by w[n, k], both contiguous along k.
+
+    grad_input is g[m, n] by w, grad_weight is g^T[n, m] by x.
+    """
+    return {
+        "output": Gemm(m, n, k, groups),
+        "grad_input": Gemm(m, k, n, groups, layout_b="row"),
+        "grad_weight": Gemm(n, k, m, groups, layout_a="column", layout_b="row"),
+    }
+
 
 @dataclass(frozen=True)
 class Site:
     """One GEMM location of a model.
 
     Attributes:
-        name: Fully qualified name of the module; `module#2` for the second GEMM of the same module.
+        name: Fully qualified name of the module; `module#2` for the second GEMM of the same module,
+            `module#recompute` for a forward that activation checkpointing runs again in the backward.
         op: What the model called: linear, addmm, mm, bmm, baddbmm, matmul, einsum.
         passes: `output` always; `grad_input` (left operand's gradient) and `grad_weight` (right
             operand's gradient) where the backward computes them.
@@ -78,6 +131,29 @@ class Site:
     bias: bool = False
     norm: str | None = None
     activation: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The site as a file holds it."""
+        return {
+            "name": self.name,
+            "op": self.op,
+            "weight": self.weight,
+            "bias": self.bias,
+            "norm": self.norm,
+            "activation": self.activation,
+            "passes": {key: gemm.to_dict() for key, gemm in self.passes.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, document: dict[str, Any]) -> Site:
+        """The reverse of `to_dict`, of a valid document; m, n and k stand for a linear layer's three passes."""
+        if "passes" in document:
+            passes = {key: Gemm.from_dict(document["passes"][key]) for key in PASSES if key in document["passes"]}
+        else:
+            m, n, k, groups = (Dim.parse(document.get(key, 1)) for key in ("m", "n", "k", "groups"))
+            passes = linear_passes(m, n, k, groups)
+        rest = {key: document[key] for key in ("weight", "bias", "norm", "activation") if key in document}
+        return cls(document["name"], document.get("op", "linear"), passes, **rest)
 
 
 @dataclass(frozen=True)
@@ -115,7 +191,7 @@ class ModelSpec:
     dense_parameters: int = 0
     unaccounted: tuple[str, ...] = ()
     source: str = ""
-    schema_version: int = field(default=1)
+    schema_version: int = field(default=SCHEMA_VERSION)
 
     def at_batch(self, batch: int) -> ModelSpec:
         """The same model at another batch per GPU."""
@@ -134,3 +210,65 @@ class ModelSpec:
         """
         rows = sorted((s.name, s.op, s.passes["output"].n.const, s.passes["output"].k.const) for s in self.sites)
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The specification as a file holds it (schemas/model_spec.schema.json)."""
+        return {
+            "schema_version": self.schema_version,
+            "name": self.name,
+            "batch": self.batch,
+            "source": self.source,
+            "dense_parameters": self.dense_parameters,
+            "tables": [dict(vars(table)) for table in self.tables],
+            "sites": [site.to_dict() for site in self.sites],
+            "unaccounted": list(self.unaccounted),
+        }
+
+    @classmethod
+    def from_dict(cls, document: Any, where: str = "model spec") -> ModelSpec:
+        """The reverse of `to_dict`.
+
+        Args:
+            document: What a JSON or YAML file held.
+            where: What an error calls the document (a path).
+
+        Raises:
+            UserError: the document breaks the schema; one line with the field and the mend.
+        """
+        from loka_sim.specfile import check
+
+        check(document, where)
+        return cls(
+            name=document["name"],
+            batch=int(document["batch"]),
+            sites=tuple(Site.from_dict(site) for site in document["sites"]),
+            tables=tuple(
+                Table(**{**table, "rows": int(table["rows"]), "dim": int(table["dim"])}) for table in document.get("tables", ())
+            ),
+            dense_parameters=int(document.get("dense_parameters", 0)),
+            unaccounted=tuple(document.get("unaccounted", ())),
+            source=document.get("source", ""),
+        )
+
+
+def load(path: str | Path) -> ModelSpec:
+    """Read a model specification, `.json` or `.yaml`.
+
+    Raises:
+        UserError: the file is missing, truncated or breaks the schema; one line with the field and the mend.
+    """
+    from loka_sim.specfile import read
+
+    return ModelSpec.from_dict(read(Path(path)), str(path))
+
+
+def save(spec: ModelSpec, path: str | Path) -> None:
+    """Write a model specification, as YAML where `path` ends in .yaml or .yml, else as JSON.
+
+    Raises:
+        UserError: the folder cannot be written to.
+    """
+    from loka_sim.files import write_text_atomic
+    from loka_sim.specfile import render
+
+    write_text_atomic(Path(path), render(spec.to_dict(), yaml=Path(path).suffix.lower() in (".yaml", ".yml")))
