@@ -12,8 +12,14 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torchao.float8 import CastConfig, Float8GemmConfig, Float8LinearConfig, ScalingGranularity, ScalingType
-from torchao.float8 import convert_to_float8_training
+from torchao.float8 import (
+    CastConfig,
+    Float8GemmConfig,
+    Float8LinearConfig,
+    ScalingGranularity,
+    ScalingType,
+    convert_to_float8_training,
+)
 from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 
 
@@ -33,12 +39,14 @@ def _cast(scaling: str, target_dtype: torch.dtype) -> CastConfig:
     return CastConfig(scaling_granularity=granularity, target_dtype=target_dtype)
 
 
+FAST = Float8GemmConfig(use_fast_accum=True)
+SPLIT = Float8GemmConfig(use_fast_accum=False)
+
 MODEL = ""
 FINGERPRINT = ""
 SITES: dict[str, tuple[int, int]] = {}
 OTHER_LINEARS: frozenset[str] = frozenset()
 GROUPS: tuple[Group, ...] = ()
-NOTES: tuple[str, ...] = ()
 # ==== table: end ====
 
 
@@ -78,7 +86,7 @@ def convert(model: nn.Module, *, leave: Iterable[str] = (), emulate: bool = Fals
     Raises:
         TableMismatchError: the model differs from the table's; says in what, and nothing was converted.
     """
-    left = frozenset(leave)
+    left = frozenset([leave] if isinstance(leave, str) else leave)
     names = site_names(model)
     check(model, left)
     for group in GROUPS:
@@ -148,7 +156,7 @@ def check(model: nn.Module, leave: Iterable[str] = ()) -> None:
     Raises:
         TableMismatchError: a module is missing, unknown, of another shape, or cannot be converted.
     """
-    left = frozenset(leave)
+    left = frozenset([leave] if isinstance(leave, str) else leave)
     found = {name: model.get_submodule(fqn) for fqn, name in site_names(model).items()}
     everything = dict(model.named_modules())
     converted = frozenset().union(*(group.modules for group in GROUPS)) - left
@@ -167,6 +175,7 @@ def check(model: nn.Module, leave: Iterable[str] = ()) -> None:
             differences.append(f"{name} {obstacle}")
     unknown = sorted(set(found) - set(SITES) - OTHER_LINEARS - left)
     differences.extend(f"{name} is not in the table" for name in unknown)
+    differences.extend(f"{name}, named in leave=, is in neither" for name in sorted(left - set(found) - set(SITES)))
     if differences:
         shown = "; ".join(differences[:5]) + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
         raise TableMismatchError(
