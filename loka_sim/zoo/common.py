@@ -8,37 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from loka_sim.inputs import SMALL_ROWS, InputShape
 from loka_sim.mods.modules import LayerFactory
+
+__all__ = [
+    "MLP", "MLPERF_ROWS", "SMALL_ROWS", "BatchedProduct", "InputShape", "LowRankCross", "PairwiseDot", "Tables", "pad_to",
+]  # fmt: skip
 
 # Rows of the 26 tables of the Criteo 1TB benchmark in MLPerf Training (DLRM-DCNv2), capped at 40 million.
 MLPERF_ROWS = (
     40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10,
     2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
 )  # fmt: skip
-SMALL_ROWS = (2_048,) * 26
-
-
-@dataclass(frozen=True)
-class InputShape:
-    """What a model reads per sample.
-
-    Attributes:
-        dense: Number of dense (float) features.
-        rows: Rows of each categorical field's table; id 0 stands for a missing value.
-        sequence_rows: Rows of the table of sequence tokens; id 0 is padding.
-        sequence_length: Tokens of a sequence; padding comes first, the most recent token last.
-    """
-
-    dense: int = 13
-    rows: tuple[int, ...] = SMALL_ROWS
-    sequence_rows: int = 8_192
-    sequence_length: int = 44
-
 
 def pad_to(size: int, multiple: int = 16) -> int:
     """The least multiple of `multiple` that is not below `size`."""
