@@ -1,0 +1,70 @@
+"""From runs at several batches to one specification: each dimension as an affine function of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from loka_sim.capture.record import RawGemm, RawSite
+from loka_sim.modelspec import PASSES, Dim, Gemm, Site
+
+DIMS = ("m", "n", "k", "groups")
+
+
+def affine(batches: Sequence[int], sizes: Sequence[Any]) -> Dim | None:
+    """The dimension that has these sizes at these batches, or None if no affine one in whole numbers has."""
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    rise, run = sizes[1] - sizes[0], batches[1] - batches[0]
+    if rise % run:
+        return None
+    dim = Dim(sizes[0] - rise // run * batches[0], rise // run)
+    return dim if dim.per_batch >= 0 and all(dim.at(batch) == size for batch, size in zip(batches, sizes, strict=True)) else None
+
+
+def fit_gemm(batches: Sequence[int], runs: Sequence[RawGemm]) -> Gemm | str:
+    """One pass of a site over the batches, or what keeps it from being affine."""
+    dims = {}
+    for key in DIMS:
+        sizes = [getattr(run, key) for run in runs]
+        dim = affine(batches, sizes)
+        if dim is None:
+            if not all(isinstance(size, int) for size in sizes):
+                return f"{key} depends on the data"
+            listed = ", ".join(map(str, sizes))
+            return f"{key} is {listed} at batch {', '.join(map(str, batches))}, which is not affine in the batch"
+        dims[key] = dim
+    return Gemm(dims["m"], dims["n"], dims["k"], dims["groups"], runs[0].layout_a, runs[0].layout_b)
+
+
+def fit_sites(batches: Sequence[int], runs: Sequence[Sequence[RawSite]]) -> tuple[list[Site], list[str]]:
+    """The sites that all runs have, in the first run's order, and what cannot be accounted for.
+
+    Args:
+        batches: Batch of each run; the first is the one that the user gave.
+        runs: The sites of each run.
+    """
+    sites, unaccounted = [], []
+    by_name = [{site.name: site for site in run} for run in runs]
+    for name, first in by_name[0].items():
+        same = [run.get(name) for run in by_name]
+        flops = sum(gemm.flops for gemm in first.passes.values())
+        reason = ""
+        passes: dict[str, Gemm] = {}
+        if any(site is None or site.op != first.op or site.passes.keys() != first.passes.keys() for site in same):
+            reason = f"computed differently at batch {', '.join(map(str, batches))}"
+        for key in [key for key in PASSES if key in first.passes and not reason]:
+            fitted = fit_gemm(batches, [site.passes[key] for site in same if site])
+            if isinstance(fitted, str):
+                reason = f"{key}: {fitted}"
+                break
+            passes[key] = fitted
+        if reason:
+            cost = f"{flops} FLOPs at batch {batches[0]}" if isinstance(flops, int) else "its FLOPs are not known"
+            unaccounted.append(f"{name}: {reason} ({cost})")
+        else:
+            sites.append(Site(name, first.op, passes, first.weight, first.bias, first.norm, first.activation))
+    for batch, run in zip(batches[1:], by_name[1:], strict=True):
+        extra = [name for name in run if name not in by_name[0]]
+        unaccounted += [f"{name}: computed at batch {batch}, not at batch {batches[0]}" for name in extra]
+    return sites, unaccounted

@@ -1,0 +1,152 @@
+"""A stand-in for a model and its inputs that has shapes and no storage: what a capture runs instead of the user's."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from loka_sim.errors import UserError
+
+
+def hollow(tensor: torch.Tensor, device: str, size: tuple[int, ...] | None = None) -> torch.Tensor:
+    """A tensor without data like `tensor`: same dtype, order of strides and need of a gradient.
+
+    Args:
+        tensor: What to stand in for; may lie anywhere.
+        device: `meta`, or the device that fake tensors claim.
+        size: Another size, of as many dimensions; None keeps the tensor's.
+    """
+    size = tuple(tensor.shape) if size is None else size
+    order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim))
+    twin = torch.empty_permuted(size, order, dtype=tensor.dtype, device=device)
+    return twin.requires_grad_(tensor.requires_grad)
+
+
+class _HollowCopies(TorchFunctionMode):
+    """Inside, `copy.deepcopy` of any tensor gives its twin: tensors that are plain attributes are not copied either."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            original, memo = args
+            if id(original) not in memo:
+                memo[id(original)] = hollow(original, self.device)
+            return memo[id(original)]
+        return func(*args, **(kwargs or {}))
+
+
+def hollow_module(model: nn.Module, device: str) -> nn.Module:
+    """A copy of `model` whose tensors have no data; sharing between modules is kept, `model` is left alone.
+
+    Raises:
+        UserError: the model has lazy parameters that are not there yet, or cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if nn.parameter.is_lazy(parameter):
+            raise UserError(f"{name}: a lazy parameter has no shape yet; run one batch through the model before capturing it")
+        if id(parameter) not in memo:
+            memo[id(parameter)] = nn.Parameter(hollow(parameter.detach(), device), requires_grad=parameter.requires_grad)
+    # A gradient may be as large as its parameter, and copying an optimizer's state of it would be of no use.
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            memo[id(parameter.grad)] = None
+    try:
+        with _HollowCopies(device):
+            twin = copy.deepcopy(model, memo)
+    except Exception as error:  # whatever a user's __deepcopy__ or an attribute that cannot be copied raises
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"{type(model).__name__} cannot be copied for the capture ({reason}); "
+            "keep what copy.deepcopy refuses (locks, files, process groups) out of the module's attributes"
+        ) from error
+    return twin
+
+
+def find_batch(inputs: Any, batch_dim: int) -> int:
+    """Batch of the example inputs: the size along `batch_dim` of the first floating tensor, else of the first with two
+    dimensions, else of the first.
+
+    Raises:
+        UserError: no tensor has such a dimension.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim() > batch_dim]
+    ranked = sorted(tensors, key=lambda tensor: (not tensor.is_floating_point(), tensor.dim() < 2))
+    if not ranked:
+        raise UserError(f"inputs: no tensor has a dimension {batch_dim} that could be the batch; pass example tensors")
+    if not ranked[0].shape[batch_dim]:
+        raise UserError(f"inputs: the batch (dimension {batch_dim}) is empty; pass at least one sample")
+    return ranked[0].shape[batch_dim]
+
+
+def hollow_inputs(inputs: Any, device: str, old: int, new: int, batch_dim: int) -> Any:
+    """Twins of all input tensors, those of batch `old` resized to batch `new`.
+
+    A one-dimensional integer tensor of `r * old` elements (the ids of `r` lookups a sample) becomes `r * new`, one of
+    `old + 1` (offsets that include the last) becomes `new + 1`.
+    """
+    twins: dict[int, torch.Tensor] = {}
+
+    def size(tensor: torch.Tensor) -> tuple[int, ...]:
+        sizes = list(tensor.shape)
+        if tensor.dim() > batch_dim and sizes[batch_dim] == old:
+            sizes[batch_dim] = new
+        elif tensor.dim() == 1 and not tensor.is_floating_point() and old > 1:
+            if sizes[0] == old + 1:
+                sizes[0] = new + 1
+            elif sizes[0] and sizes[0] % old == 0:
+                sizes[0] = sizes[0] // old * new
+        return tuple(sizes)
+
+    def twin(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.layout is not torch.strided:
+            raise UserError(f"inputs: a tensor of layout {leaf.layout} cannot be resized; pass dense tensors")
+        if id(leaf) not in twins:
+            twins[id(leaf)] = hollow(leaf, device, size(leaf))
+        return twins[id(leaf)]
+
+    return pytree.tree_map(twin, inputs)
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """Run the model: a tuple or list are positional arguments, a dict keyword ones where `forward` takes its keys."""
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    if isinstance(inputs, dict) and all(isinstance(key, str) for key in inputs):
+        try:
+            inspect.signature(model.forward).bind(**inputs)
+        except TypeError:
+            return model(inputs)
+        return model(**inputs)
+    return model(inputs)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for item in dataclasses.fields(leaf):
+                yield from _tensors(getattr(leaf, item.name))
+
+
+def total(outputs: Any) -> torch.Tensor | None:
+    """A scalar to call `backward` on: all floating outputs, weighted and summed; None if none needs a gradient.
+
+    The weights make each output's gradient a dense tensor, as a real loss does: a plain sum's is one element, expanded.
+    """
+    terms = [(out * torch.empty_like(out)).sum() for out in _tensors(outputs) if out.is_floating_point() and out.requires_grad]
+    return torch.stack([term.double() for term in terms]).sum() if terms else None
