@@ -92,7 +92,7 @@ class BufferPool:
     run faster than real data.
     """
 
-    def __init__(self, device: str = "cuda", elements: int = 2**29, seed: int = 0) -> None:
+    def __init__(self, device: str = "cuda", elements: int = 2**30, seed: int = 0) -> None:
         """Allocate and fill `elements` values of each dtype (3 bytes an element in all)."""
         generator = torch.Generator(device=device).manual_seed(seed)
         self._bf16 = torch.empty(elements, dtype=torch.bfloat16, device=device)
@@ -103,18 +103,22 @@ class BufferPool:
         self._elements = elements
 
     def view(self, shape: tuple[int, ...], index: int, slot: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """Operand number `slot` of launch `index`: distinct memory for launches up to the pool's size.
+        """Operand number `slot` (0 or 1) of launch `index`.
+
+        The slots lie in halves of their own: overlapping operands would be correlated, and a product of correlated
+        operands is not what its shape's time and error are wanted for. Launches take distinct memory up to half the pool.
 
         Raises:
-            ValueError: the operand exceeds the pool.
+            ValueError: the operand exceeds half the pool.
         """
         size = 1
         for extent in shape:
             size *= extent
-        if size > self._elements:
-            raise ValueError(f"operand of shape {shape} exceeds the pool of {self._elements} elements; enlarge it")
+        half = self._elements // 2
+        if size > half:
+            raise ValueError(f"operand of shape {shape} exceeds half the pool of {self._elements} elements; enlarge it")
         pool = self._e4m3 if dtype is torch.float8_e4m3fn else self._bf16
-        aligned = -(-size // 1024) * 1024
-        room = max((self._elements - size) // 1024, 1)
-        offset = ((2 * index + slot) * (aligned // 1024) % room) * 1024
+        steps = -(-size // 1024)
+        room = max((half - size) // 1024, 1)
+        offset = slot * half + (index * steps % room) * 1024
         return pool[offset : offset + size].view(shape)
