@@ -1,1 +1,57 @@
-"""Number formats, scaling, tensor-core accumulation, and the error they bring to one GEMM."""
+"""Number formats, scaling, tensor-core accumulation, and the error they bring to one GEMM.
+
+The API is flat and lazy: names are imported when first used, so that `numerics.TensorStatistics`,
+`numerics.Recipe` and what is built on statistics alone never bring torch with them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from numerics.accumulate import fp8_matmul as fp8_matmul
+    from numerics.collect import StatisticsAccumulator as StatisticsAccumulator
+    from numerics.distributions import TensorStatistics as TensorStatistics
+    from numerics.distributions import gaussian as gaussian
+    from numerics.distributions import sample as sample
+    from numerics.errors import GemmError as GemmError
+    from numerics.errors import gemm_error as gemm_error
+    from numerics.formats import FORMATS as FORMATS
+    from numerics.formats import Format as Format
+    from numerics.quantization import QuantizedTensor as QuantizedTensor
+    from numerics.quantization import fake_quantize as fake_quantize
+    from numerics.quantization import quantize as quantize
+    from numerics.recipe import Recipe as Recipe
+    from numerics.rounding import cast as cast
+
+_HOMES = {
+    "FORMATS": "formats",
+    "Format": "formats",
+    "GemmError": "errors",
+    "QuantizedTensor": "quantization",
+    "Recipe": "recipe",
+    "StatisticsAccumulator": "collect",
+    "TensorStatistics": "distributions",
+    "cast": "rounding",
+    "fake_quantize": "quantization",
+    "fp8_matmul": "accumulate",
+    "gaussian": "distributions",
+    "gemm_error": "errors",
+    "quantize": "quantization",
+    "sample": "distributions",
+}
+
+__all__ = list(_HOMES)  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'numerics' has no attribute {name!r}")
+    module = importlib.import_module(f"numerics.{_HOMES[name]}")
+    globals()[name] = value = getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

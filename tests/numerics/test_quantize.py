@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from numerics.formats import FORMATS
-from numerics.quantize import fake_quantize, quantize
+from numerics.quantization import fake_quantize, quantize
 from numerics.recipe import Recipe
 
 

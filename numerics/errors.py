@@ -1,0 +1,155 @@
+"""How far a GEMM in low precision is from the same GEMM in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from numerics.recipe import Recipe
+
+# A relative error needs a floor: with zero-mean outputs the mean of 1/|y| has no limit, one output near zero would
+# decide it. The floor is bf16's half step (2^-8) of the outputs' root mean square: what lies below it drowns in
+# the rounding of the outputs that it is added to.
+MERE_FLOOR = 2.0**-8
+
+
+@dataclass(frozen=True)
+class GemmError:
+    """The error of one GEMM's outputs y' against the exact y.
+
+    Attributes:
+        mere: Mean element-wise relative error, the mean of |y' - y| / max(|y|, 2^-8 rms(y)).
+        sqnr_db: 10 log10(sum y^2 / sum (y' - y)^2); infinite for no error.
+        relative_frobenius: |y' - y| / |y| in the Frobenius norm.
+        cosine: Cosine of the angle between y' and y.
+        underflow_share: Share of an operand's elements that are not zero and become zero; the worse operand.
+        overflow_share: Share of an operand's elements beyond the format's range by over half a step; the worse operand.
+    """
+
+    mere: float
+    sqnr_db: float
+    relative_frobenius: float
+    cosine: float
+    underflow_share: float
+    overflow_share: float
+
+
+def gemm_error(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    recipe_a: str | Recipe,
+    recipe_b: str | Recipe,
+    accumulation: str,
+    *,
+    output: str = "bf16",
+    max_rows: int | None = None,
+) -> GemmError:
+    """Quantize both operands, multiply, and compare with the float64 product of the same inputs.
+
+    Args:
+        a: (M, K), contracted over its last axis.
+        b: (N, K), likewise.
+        recipe_a: Recipe or name, of `a`.
+        recipe_b: Recipe or name, of `b`.
+        accumulation: `hopper_fast` and `hopper_split` (both operands e4m3 or e5m2, scaled tensorwise, rowwise,
+            both in blocks of 128, or not at all); `fp32` and `exact` for all recipes.
+        output: Format that the outputs are rounded to; `bf16` as the training kernels do, `fp32` for none.
+        max_rows: Judge at most so many evenly spaced rows of each operand (an output depends on one row of each);
+            scales are still taken from all rows.
+
+    Raises:
+        TypeError: an operand is not a floating-point tensor.
+        ValueError: shapes do not fit, a value is not finite, or the accumulation is not defined for the recipes.
+    """
+    import torch
+
+    from numerics.accumulate import fp8_matmul
+    from numerics.quantization import quantize
+    from numerics.recipe import Recipe
+    from numerics.rounding import cast
+
+    recipes = Recipe.parse(recipe_a), Recipe.parse(recipe_b)
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"a is {tuple(a.shape)} and b is {tuple(b.shape)}; both must be (rows, K) with the same K")
+    if accumulation not in ("hopper_fast", "hopper_split", "fp32", "exact"):
+        raise ValueError(f"unknown accumulation {accumulation!r}; choose hopper_fast, hopper_split, fp32 or exact")
+    emulated = accumulation.startswith("hopper")
+    for recipe in recipes:
+        if emulated and recipe.format not in ("e4m3", "e5m2"):
+            raise ValueError(f"{accumulation} is defined for e4m3 and e5m2; use accumulation='fp32' for {recipe.name}")
+    picked, shares, kept = [], [], []
+    for x, recipe in zip((a, b), recipes, strict=True):
+        values, under, over = _judge(x, recipe)
+        shares.append((under, over))
+        step = 1 if max_rows is None else max(1, math.ceil(x.shape[0] / max_rows))
+        kept.append(slice(None, None, step))
+        picked.append(values[kept[-1]])
+    exact = a[kept[0]].to(torch.float64) @ b[kept[1]].to(torch.float64).T
+    if emulated:
+        parts = [_codes_and_scales(quantize(x, recipe), rows) for x, recipe, rows in zip((a, b), recipes, kept, strict=True)]
+        y = fp8_matmul(
+            parts[0][0], parts[1][0], accumulation=accumulation, scale_a=parts[0][1], scale_b=parts[1][1],
+            format_a=recipes[0].format, format_b=recipes[1].format,
+        )  # fmt: skip
+    else:
+        wide = torch.float64 if accumulation == "exact" else torch.float32
+        y = (picked[0].to(wide) @ picked[1].to(wide).T).to(torch.float32)
+    if output != "fp32":
+        y = cast(y, output, overflow="saturate")
+    return _metrics(exact, y.to(torch.float64), [max(pair) for pair in zip(*shares, strict=True)])
+
+
+def _metrics(exact: torch.Tensor, y: torch.Tensor, shares: list[float]) -> GemmError:
+    error = (y - exact).abs()
+    signal_power = float(exact.square().mean())
+    error_power = float(error.square().mean())
+    if signal_power == 0.0:
+        nothing = error_power == 0.0
+        return GemmError(
+            0.0 if nothing else math.inf, math.inf if nothing else -math.inf, 0.0 if nothing else math.inf,
+            1.0 if nothing else 0.0, *shares,
+        )  # fmt: skip
+    floor = MERE_FLOOR * math.sqrt(signal_power)
+    size = math.sqrt(float(y.square().mean()) * signal_power)
+    return GemmError(
+        mere=float((error / exact.abs().clamp(min=floor)).mean()),
+        sqnr_db=10 * math.log10(signal_power / error_power) if error_power else math.inf,
+        relative_frobenius=math.sqrt(error_power / signal_power),
+        cosine=float((exact * y).mean()) / size if size else 0.0,
+        underflow_share=shares[0],
+        overflow_share=shares[1],
+    )
+
+
+def _judge(x: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, float, float]:
+    """Dequantized values, underflow share, overflow share."""
+    from numerics.quantization import expand_scales, fake_quantize, quantize
+    from numerics.recipe import BDR_BITS
+
+    values = fake_quantize(x, recipe)
+    underflow = float(((values == 0) & (x != 0)).double().mean())
+    if recipe.format in BDR_BITS:
+        return values, underflow, 0.0  # their exponent is that of the block's amax
+    fmt = recipe.element
+    top = fmt.max + 2.0 ** (fmt.max_exponent - fmt.fraction_bits - 1)
+    if recipe.block is None:
+        return values, underflow, float((x.abs().double() > top).double().mean())
+    scales = expand_scales(quantize(x, recipe).scales, recipe, x.shape)
+    return values, underflow, float((x.abs() / scales > top).double().mean())
+
+
+def _codes_and_scales(quantized, rows: slice) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[no-untyped-def]
+    """What `fp8_matmul` takes, for some of the rows."""
+    scaling = quantized.recipe.scaling
+    codes, scales = quantized.codes[rows], quantized.scales
+    if scaling == "none":
+        return codes, None
+    if scaling == "block128x128":
+        scales = scales.repeat_interleave(128, 0)
+    elif scaling not in ("tensorwise", "rowwise", "block1x128"):
+        raise ValueError(f"Hopper kernels apply no {scaling} scales; use accumulation='fp32' for {quantized.recipe.name}")
+    return codes, scales if scaling == "tensorwise" else scales[rows]

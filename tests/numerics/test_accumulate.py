@@ -1,0 +1,146 @@
+"""The emulated tensor core against the scalar reference, mmasim, and the figures measured on an H200."""
+
+import numpy as np
+import pytest
+import torch
+
+from numerics.accumulate import fp8_matmul
+from numerics.formats import FORMATS
+from numerics.reference import hopper_dot
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+NAMES = {E4M3: "e4m3", E5M2: "e5m2"}
+
+
+def draw(rows, k, dtype, seed, kind="normal"):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, k, generator=generator)
+    if kind == "positive":
+        x = x.abs()
+    elif kind == "wide":
+        x = x * torch.exp2(4 * torch.randn(rows, k, generator=generator))
+    elif kind == "subnormal":
+        x = x * 2.0**-8
+    elif kind == "sparse":
+        x = x * (torch.rand(rows, k, generator=generator) < 0.03)
+    elif kind == "codes":
+        codes = torch.randint(0, 256, (rows, k), generator=generator).to(torch.uint8)
+        x = codes.view(dtype).float()
+        x = torch.where(torch.isfinite(x), x, torch.zeros_like(x))
+    return x.clamp(-FORMATS[NAMES[dtype]].max, FORMATS[NAMES[dtype]].max).to(dtype)
+
+
+KINDS = ("normal", "positive", "wide", "subnormal", "sparse", "codes")
+PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)]
+
+
+@pytest.mark.parametrize("accumulation", ["hopper_fast", "hopper_split"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_scalar_reference(kind, accumulation):
+    for seed, (left, right) in enumerate(PAIRS):
+        for k in (32, 416, 7):  # whole groups, a last promotion that is short, less than a group
+            a, b = draw(5, k, left, seed, kind), draw(4, k, right, seed + 50, kind)
+            y = fp8_matmul(a, b, accumulation=accumulation)
+            for i in range(5):
+                for j in range(4):
+                    formats = FORMATS[NAMES[left]], FORMATS[NAMES[right]]
+                    expected = hopper_dot(a[i].float().tolist(), b[j].float().tolist(), *formats, accumulation)
+                    assert float(y[i, j]) == expected, (kind, left, right, k, i, j)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_mmasim(kind):
+    sim = pytest.importorskip("mmasim.nv_ptx.sim", reason="mmasim is a development dependency")
+    for seed, (left, right) in enumerate(PAIRS):
+        a, b = draw(16, 512, left, seed, kind), draw(24, 512, right, seed + 50, kind)
+        operation = sim.WGMMA("Hopper", f"m64n24k32.f32.{NAMES[left]}.{NAMES[right]}")
+        zero = torch.zeros(16, 24)
+        assert torch.equal(fp8_matmul(a, b, accumulation="hopper_fast"), operation(a, b.T, zero))
+        chunks = [operation(a[:, i : i + 128], b.T[i : i + 128], zero) for i in range(0, 512, 128)]
+        assert torch.equal(fp8_matmul(a, b, accumulation="hopper_split"), chunks[0] + chunks[1] + chunks[2] + chunks[3])
+
+
+def test_losses_measured_on_an_h200():
+    def loss(k, accumulation):
+        a, b = draw(64, k, E4M3, 1, "positive"), draw(64, k, E4M3, 2, "positive")
+        exact = fp8_matmul(a, b, accumulation="exact").double()
+        return float(1 - (fp8_matmul(a, b, accumulation=accumulation) / exact).mean())
+
+    def relative(accumulation):
+        a, b = draw(64, 4096, E4M3, 3), draw(64, 4096, E4M3, 4)
+        exact = fp8_matmul(a, b, accumulation="exact")
+        return float((fp8_matmul(a, b, accumulation=accumulation) - exact).norm() / exact.norm())
+
+    assert loss(4096, "hopper_fast") == pytest.approx(0.070, abs=0.002)
+    assert loss(8192, "hopper_fast") == pytest.approx(0.13, abs=0.005)
+    assert loss(4096, "hopper_split") == pytest.approx(0.0006, abs=0.0001)
+    assert relative("hopper_fast") == pytest.approx(1.3e-3, rel=0.1)
+    assert relative("hopper_split") == pytest.approx(1.3e-4, rel=0.1)
+
+
+def test_tiles_do_not_show():
+    a, b = draw(130, 96, E4M3, 5), draw(70, 96, E4M3, 6)
+    whole = fp8_matmul(a, b, accumulation="hopper_fast")
+    assert torch.equal(whole[100:103, 60:], fp8_matmul(a[100:103], b[60:], accumulation="hopper_fast"))
+
+
+def test_scales_are_applied_in_fp32():
+    a, b = draw(128, 256, E4M3, 7), draw(256, 256, E4M3, 8)
+    raw = fp8_matmul(a, b, accumulation="hopper_split").numpy()
+    rows = np.random.default_rng(0).random((128, 1), "f4"), np.random.default_rng(1).random((256, 1), "f4")
+    scaled = fp8_matmul(
+        a, b, accumulation="hopper_split", scale_a=torch.from_numpy(rows[0]), scale_b=torch.from_numpy(rows[1]),
+        out_dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert torch.equal(scaled, torch.from_numpy(raw * rows[1].T * rows[0]).bfloat16())
+    one = fp8_matmul(a, b, accumulation="hopper_split", scale_a=0.3, scale_b=torch.tensor(0.7))
+    np.testing.assert_array_equal(one.numpy(), raw * (np.float32(0.3) * np.float32(0.7)))
+
+
+def test_block_scales_join_at_the_promotion():
+    a, b = draw(128, 256, E4M3, 9), draw(256, 256, E4M3, 10)
+    left, right = torch.rand(128, 2) + 0.5, torch.rand(2, 2) + 0.5
+    y = fp8_matmul(a, b, accumulation="hopper_split", scale_a=left, scale_b=right)
+    wide = right.repeat_interleave(128, 0)
+    parts = [
+        fp8_matmul(a[:, s], b[:, s], accumulation="hopper_fast") * (left[:, i, None] * wide[None, :, i])
+        for i, s in enumerate((slice(0, 128), slice(128, 256)))
+    ]
+    assert torch.equal(y, parts[0] + parts[1])
+    exact = fp8_matmul(a, b, accumulation="exact", scale_a=left, scale_b=right)
+    assert float((y - exact).norm() / exact.norm()) < 3e-4
+
+
+def test_codes_and_tensors_are_the_same():
+    a, b = draw(16, 64, E4M3, 11), draw(16, 64, E5M2, 12)
+    codes = fp8_matmul(a.view(torch.uint8), b.view(torch.uint8), accumulation="hopper_fast", format_a="e4m3", format_b="e5m2")
+    assert torch.equal(codes, fp8_matmul(a, b, accumulation="hopper_fast"))
+
+
+def test_nan_and_infinity_follow_ieee():
+    a, b = draw(4, 64, E5M2, 13).float(), draw(4, 64, E4M3, 14)
+    clean = fp8_matmul(a.to(E5M2), b, accumulation="hopper_fast")
+    b = b.float().abs().clamp(min=1).to(E4M3)
+    a[0, 0], a[1, 3] = torch.nan, torch.inf
+    y = fp8_matmul(a.to(E5M2), b, accumulation="hopper_fast")
+    assert torch.isnan(y[0]).all() and (y[1] == torch.inf).all() and torch.isfinite(y[2:]).all()
+    assert torch.isfinite(clean).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"accumulation": "fast"}, ValueError, "unknown accumulation 'fast'; choose one of hopper_fast"),
+        ({"accumulation": "exact", "scale_a": torch.ones(3)}, ValueError, r"scale_a has shape \(3,\)"),
+        ({"accumulation": "exact", "scale_a": torch.ones(16, 1), "scale_b": torch.ones(16, 2)}, ValueError, "scale_b"),
+        ({"accumulation": "exact", "b": torch.ones(16, 96).to(E4M3)}, ValueError, "last axis"),
+        ({"accumulation": "exact", "b": torch.ones(16, 64)}, TypeError, "b must be float8"),
+        ({"accumulation": "exact", "b": torch.ones(64).to(E4M3)}, ValueError, "b must be a matrix"),
+        ({"accumulation": "hopper_fast", "b": torch.ones(16, 64).to(torch.float8_e4m3fnuz)}, ValueError, "not for e4m3fnuz"),
+    ],
+)
+def test_errors_are_one_line(options, error, message):
+    arguments = {"a": torch.ones(16, 64).to(E4M3), "b": torch.ones(16, 64).to(E4M3), **options}
+    with pytest.raises(error, match=message) as caught:
+        fp8_matmul(arguments.pop("a"), arguments.pop("b"), **arguments)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,87 @@
+"""`gemm_error` against the metrics written out in numpy, and known figures."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from numerics.accumulate import fp8_matmul
+from numerics.errors import MERE_FLOOR, gemm_error
+
+
+def operands(m=96, n=80, k=256, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator)
+
+
+def test_metrics_equal_numpy_on_a_tensorwise_kernel():
+    a, b = operands()
+    scales = [x.abs().max() / 448 for x in (a, b)]
+    codes = [(x / s).to(torch.float8_e4m3fn) for x, s in zip((a, b), scales, strict=True)]
+    y = fp8_matmul(*codes, accumulation="hopper_fast", scale_a=scales[0], scale_b=scales[1], out_dtype=torch.bfloat16)
+    y, exact = y.double().numpy(), a.double().numpy() @ b.double().numpy().T
+    error = gemm_error(a, b, "e4m3/tensorwise", "e4m3/tensorwise", "hopper_fast")
+    rms = np.sqrt((exact**2).mean())
+    assert error.mere == pytest.approx((np.abs(y - exact) / np.maximum(np.abs(exact), rms / 256)).mean(), rel=1e-9)
+    assert error.sqnr_db == pytest.approx(10 * np.log10((exact**2).sum() / ((y - exact) ** 2).sum()), rel=1e-9)
+    assert error.relative_frobenius == pytest.approx(np.linalg.norm(y - exact) / np.linalg.norm(exact), rel=1e-9)
+    assert error.cosine == pytest.approx((y * exact).sum() / np.linalg.norm(y) / np.linalg.norm(exact), rel=1e-12)
+    assert MERE_FLOOR == 1 / 256
+
+
+def test_bf16_and_exact_products():
+    a, b = operands()
+    error = gemm_error(a, b, "bf16", "bf16", "fp32")
+    expected = (a.bfloat16().float() @ b.bfloat16().float().T).bfloat16().double()
+    exact = a.double() @ b.double().T
+    assert error.relative_frobenius == pytest.approx(float((expected - exact).norm() / exact.norm()), rel=1e-3)
+    integers = [torch.randint(-8, 9, x.shape).float() for x in (a, b)]
+    perfect = gemm_error(*integers, "e4m3", "e4m3", "exact", output="fp32")
+    assert perfect.sqnr_db == math.inf and perfect.mere == 0 and perfect.cosine == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("recipe_a", "recipe_b", "accumulation"),
+    [
+        ("e4m3/rowwise", "e4m3/rowwise", "hopper_split"),
+        ("e5m2/tensorwise", "e4m3/tensorwise", "hopper_fast"),
+        ("e4m3/block1x128", "e4m3/block128x128", "hopper_split"),
+        ("e4m3", "e4m3", "hopper_fast"),
+    ],
+)
+def test_the_tensor_core_adds_little_to_the_quantization(recipe_a, recipe_b, accumulation):
+    a, b = operands(128, 128, 256)
+    emulated = gemm_error(a, b, recipe_a, recipe_b, accumulation)
+    ideal = gemm_error(a, b, recipe_a, recipe_b, "exact")
+    assert emulated.sqnr_db == pytest.approx(ideal.sqnr_db, abs=0.1) and emulated.sqnr_db != ideal.sqnr_db
+
+
+def test_fewer_rows_give_nearly_the_same():
+    a, b = operands(512, 512, 64)
+    whole = gemm_error(a, b, "e4m3/rowwise", "e4m3/rowwise", "hopper_fast")
+    part = gemm_error(a, b, "e4m3/rowwise", "e4m3/rowwise", "hopper_fast", max_rows=100)
+    assert part.sqnr_db == pytest.approx(whole.sqnr_db, abs=0.2) and part.underflow_share == whole.underflow_share
+
+
+def test_shares_count_elements():
+    a, b = torch.ones(2, 100), torch.ones(2, 100)
+    a[0, :25] = 2.0**-12  # below half the least subnormal, 2^-10
+    b[0, :10] = 500.0
+    error = gemm_error(a, b, "e4m3", "e4m3", "fp32")
+    assert error.underflow_share == 0.125 and error.overflow_share == 0.05
+
+
+def test_zero_outputs_and_bad_arguments():
+    zero = torch.zeros(4, 32)
+    error = gemm_error(zero, zero, "e4m3/rowwise", "e4m3/rowwise", "hopper_fast")
+    assert (error.mere, error.sqnr_db, error.cosine) == (0.0, math.inf, 1.0)
+    a, b = operands()
+    with pytest.raises(ValueError, match="same K"):
+        gemm_error(a, b[:, :5], "bf16", "bf16", "fp32")
+    with pytest.raises(ValueError, match="unknown accumulation 'tf32'"):
+        gemm_error(a, b, "bf16", "bf16", "tf32")
+    with pytest.raises(ValueError, match="apply no columnwise scales"):
+        gemm_error(a, b, "e4m3/columnwise", "e4m3/rowwise", "hopper_fast")
+    with pytest.raises(ValueError, match="is defined for e4m3 and e5m2; use accumulation='fp32' for bf16"):
+        gemm_error(a, b, "bf16", "bf16", "hopper_fast")
