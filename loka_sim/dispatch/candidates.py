@@ -93,9 +93,7 @@ class SiteShape:
     def of(cls, site: Site, batch: int) -> SiteShape:
         """A site of a model at a batch per GPU, in samples."""
         passes = tuple(
-            (name, *site.passes[name].shape(batch), site.passes[name].groups.at(batch))
-            for name in PASSES
-            if name in site.passes
+            (name, *site.passes[name].shape(batch), site.passes[name].groups.at(batch)) for name in PASSES if name in site.passes
         )
         output = site.passes["output"]
         stored = {tensor for tensor, flag in (("x", output.layout_a == "column"), ("w", output.layout_b == "row")) if flag}
@@ -173,6 +171,18 @@ def launches(shape: SiteShape, assignment: Assignment) -> dict[str, tuple[Row, .
         for orientation, kernel in producers(quantizer, frozenset(readers)).items():
             rows[readers[orientation]].append(Row(kernel, height, 1, width))
     return {name: tuple(launched) for name, launched in rows.items()}
+
+
+def shared_tensors(shape: SiteShape, assignment: Assignment, name: str) -> tuple[str, ...]:
+    """Tensors of x, w, g whose quantization a pass shares with another pass of the assignment."""
+
+    def readings(kernel: str, which: str) -> dict[str, str]:
+        quantizers = (KERNELS[kernel].quantize_a, KERNELS[kernel].quantize_b)
+        return {use.tensor: q for q, use in zip(quantizers, OPERANDS[which], strict=True) if q in TRANSPOSABLE}
+
+    others = [readings(kernel, other) for other, kernel in assignment.items() if other != name]
+    own = readings(assignment[name], name)
+    return tuple(tensor for tensor, q in own.items() if any(other.get(tensor) == q for other in others))
 
 
 def possible_rows(shape: SiteShape, capability: tuple[int, int] = (9, 0)) -> set[Row]:

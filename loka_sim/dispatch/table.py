@@ -49,9 +49,7 @@ def from_whatif(document: dict[str, Any]) -> dict[str, Any]:
                 "weight": site["weight"],
                 "n": site["passes"]["output"]["n"],
                 "k": site["passes"]["output"]["k"],
-                "passes": {
-                    name: {key: decided[key] for key in _PASS_KEYS} for name, decided in site["passes"].items()
-                },
+                "passes": {name: {key: decided[key] for key in _PASS_KEYS} for name, decided in site["passes"].items()},
             }
             for site in document["sites"]
         ],

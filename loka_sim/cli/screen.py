@@ -1,0 +1,128 @@
+"""The first screen of a what-if: verdict, counts, where the gain is, what the baselines would do, what to run next.
+
+Drawn from the JSON document alone, so that it can say nothing that `--json` does not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from loka_sim.cli.output import Style, shorten, table, wrap
+from loka_sim.modelspec import PASSES
+
+STATUS_WORDS = {"fast": "fast", "not_worth_it": "not worth it", "unsafe": "unsafe", "illegal": "illegal"}
+_COLOURS = {"fast": "green", "not_worth_it": "dim", "unsafe": "yellow", "illegal": "dim"}
+_TOP = 8
+_BAR = 28
+
+
+def kernel_word(kernel: str) -> str:
+    """A kernel's name as narrow columns hold it: `tensor fast`, `row split`, `block128`, `bf16`."""
+    word = kernel.partition("/")[2].removeprefix("fp8_").replace("_batched", "")
+    return word.replace("tensorwise", "tensor").replace("rowwise", "row").replace("_", " ")
+
+
+def first_screen(document: dict[str, Any], style: Style, out: Path | None = None) -> str:
+    """The screen as text, at most 100 columns wide.
+
+    Args:
+        document: `WhatIf.to_dict()`.
+        style: Colour or none.
+        out: The run folder that was written, if any.
+    """
+    verdict = document["verdict"]
+    lines = [
+        style(_subject(document), "dim"),
+        "",
+        style(verdict["text"], "bold", "green" if verdict["pays"] else "yellow"),
+        "",
+        *_counts(document, style),
+        "",
+        *_steps(document, style),
+        "",
+    ]
+    if verdict["pays"]:
+        lines += [*_sites(document, style), ""]
+    lines += _statements(document, style)
+    lines += ["", *_next(document, style, out)]
+    return "\n".join(lines)
+
+
+def _subject(document: dict[str, Any]) -> str:
+    model, settings = document["model"], document["settings"]
+    gpus = f"{settings['gpus']} x {document['hardware']['name'].upper()}"
+    mods = f", mods {', '.join(settings['mods'])}" if settings["mods"] else ""
+    flops = model["flops"] / settings["batch"] / 1e9
+    return f"{model['name']}{mods}, {gpus}, batch {settings['batch']:,} per GPU, {flops:.3g} GFLOP per sample"
+
+
+def _counts(document: dict[str, Any], style: Style) -> list[str]:
+    passes, flops = document["counts"]["passes"], document["counts"]["flops"]
+    total = sum(flops.values())
+    rows = [("GEMM passes", "number", "of FLOPs")]
+    rows += [(word, f"{passes[status]:,}", f"{flops[status] / total:.0%}") for status, word in STATUS_WORDS.items()]
+    head, *body = table(rows, "lrr")
+    lines = [style(head, "dim")]
+    for line, status in zip(body, STATUS_WORDS, strict=True):
+        bar = "█" * round(_BAR * flops[status] / total)
+        lines.append(f"{line}  {style(bar, _COLOURS[status])}".rstrip())
+    return lines
+
+
+def _steps(document: dict[str, Any], style: Style) -> list[str]:
+    limit = document["settings"]["max_mere"]
+    rows = [("dense step", "us", "against bf16", "GEMMs alone", "FP8 passes", f"MERE over {limit:g}")]
+    for step in document["steps"]:
+        is_bf16 = step["name"] == "bf16"
+        ratio = f"{step['speedup']:.2f}x [{step['speedup_low']:.2f}, {step['speedup_high']:.2f}]"
+        rows.append((
+            step["label"], f"{step['step_us']:,.0f}", "" if is_bf16 else ratio, "" if is_bf16 else f"{step['gemm_speedup']:.2f}x",
+            "" if is_bf16 else str(step["fp8_passes"]), "" if is_bf16 else str(step["unsafe_passes"]),
+        ))  # fmt: skip
+    head, *body = table(rows, "lrrrrr")
+    body[-1] = style(body[-1], "bold")
+    communication = document["communication"]
+    more = []
+    if communication is not None and communication["exposed_us"] is not None:
+        more = [
+            "",
+            f"  with communication, not overlapped ({communication['exposed_us']:,.0f} us): "
+            f"{communication['step_us']:,.0f} us, {communication['speedup']:.2f}x",
+        ]
+    return [style(head, "dim"), *body, *more]
+
+
+def _sites(document: dict[str, Any], style: Style) -> list[str]:
+    converted = [site for site in document["sites"] if any(p["status"] == "fast" for p in site["passes"].values())]
+    ranked = sorted(converted, key=lambda site: (-site["gain_us"], site["name"]))
+    rows: list[tuple[str, ...]] = [("top sites by gain", "output", "grad_input", "grad_weight", "bf16 us", "us", "gain", "MERE")]
+    for site in ranked[:_TOP]:
+        kernels = [kernel_word(site["passes"][name]["kernel"]) if name in site["passes"] else "-" for name in PASSES]
+        worst = max(decided["mere"] for decided in site["passes"].values() if decided["mere"] is not None)
+        rows.append((
+            shorten(site["name"], 32), *kernels, f"{site['bf16_us']:,.1f}", f"{site['predicted_us']:,.1f}",
+            f"{site['gain_us']:,.1f}", f"{worst:.3f}",
+        ))  # fmt: skip
+    head, *body = table(rows, "llllrrrr", gap=2)
+    rest = ranked[_TOP:]
+    more = [style(f"  and {len(rest)} more, {sum(site['gain_us'] for site in rest):,.1f} us together", "dim")] if rest else []
+    return [style(head, "dim"), *body, *more]
+
+
+def _statements(document: dict[str, Any], style: Style) -> list[str]:
+    lines = []
+    for statement in document["statements"]:
+        warning = statement["level"] == "warning"
+        wrapped = wrap(statement["text"], "  ! " if warning else "  - ", "    ")
+        lines += [style(line, "yellow" if warning else "dim") for line in wrapped]
+    return lines
+
+
+def _next(document: dict[str, Any], style: Style, out: Path | None) -> list[str]:
+    if out is None:
+        return [f"next: {style(document['next'], 'cyan')}"]
+    return [
+        f"wrote {out}/: dispatch_table.json, report.html, whatif.json, manifest.json",
+        f"next: {style(f'loka-sim export {out}/dispatch_table.json --to torchao', 'cyan')}",
+    ]

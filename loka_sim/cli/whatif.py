@@ -1,0 +1,65 @@
+"""`loka-sim whatif MODEL`: which GEMMs may run in FP8, with which kernel, and what that is worth."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    verb = verbs.add_parser(
+        "whatif",
+        help="which GEMMs of a model may run in FP8, and what it is worth",
+        allow_abbrev=False,
+        description="Decide per GEMM and pass which kernel to run, and predict the dense step's time.",
+        epilog="Exit code 0: FP8 pays somewhere; 1: nowhere.",
+    )
+    verb.add_argument(
+        "model", metavar="MODEL", help="zoo name (see `loka-sim models`), model spec file, or package.module:callable"
+    )
+    verb.add_argument("--batch", type=int, metavar="N", help="samples per GPU (default: the model's own)")
+    verb.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of the training job (default: 1)")
+    verb.add_argument("--hardware", default="h200", metavar="NAME", help="whose timings to use (default: h200)")
+    verb.add_argument("--statistics", metavar="NAME|DIR", help="distributions of the tensors (default: the zoo model's own)")
+    verb.add_argument(
+        "--mods", default="", metavar="LIST", help="model changes: no_bias, blocknorm, hardswish, all; comma-separated"
+    )
+    verb.add_argument(
+        "--max-mere", type=float, default=0.2, metavar="X", help="largest mean element-wise relative error (default: 0.2)"
+    )
+    verb.add_argument(
+        "--min-speedup", type=float, default=1.05, metavar="X", help="least speedup, quantization included (default: 1.05)"
+    )
+    verb.add_argument("--json", action="store_true", help="print every figure as JSON")
+    verb.add_argument("--out", type=Path, metavar="DIR", help="write dispatch table, report and manifest into a folder")
+    verb.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Answer, print, and write the run folder if asked to."""
+    from loka_sim.cli.output import Style, print_json
+    from loka_sim.cli.screen import first_screen
+    from loka_sim.run_folder import RunFolder
+    from loka_sim.whatif import whatif
+
+    folder = None if arguments.out is None else RunFolder.prepare(arguments.out)
+    answer = whatif(
+        arguments.model,
+        batch=arguments.batch,
+        gpus=arguments.gpus,
+        hardware=arguments.hardware,
+        statistics=arguments.statistics,
+        mods=arguments.mods,
+        max_mere=arguments.max_mere,
+        min_speedup=arguments.min_speedup,
+    )
+    document = answer.to_dict()
+    if folder is not None:
+        folder.write(document, ["loka-sim", *arguments.argv])
+    if arguments.json:
+        print_json(document)
+    else:
+        print(first_screen(document, Style.of_stdout(), arguments.out))
+    return 0 if answer.pays else 1

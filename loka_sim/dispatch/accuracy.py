@@ -1,0 +1,80 @@
+"""Predicted error of every legal FP8 kernel of every pass, from the model's statistics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from loka_sim.dispatch.candidates import SiteShape, legal_fp8
+from loka_sim.dispatch.decide import Accuracy
+from perfmodel.kernels import KERNELS
+
+if TYPE_CHECKING:
+    from loka_sim.statistics import SiteStatistics
+    from numerics.distributions import TensorStatistics
+
+
+class Errors:
+    """Predicts GEMM errors, each (distributions, shape, recipes) once."""
+
+    def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
+        """Start with nothing predicted.
+
+        Args:
+            capability: CUDA compute capability that kernels must be legal on.
+        """
+        self.capability = capability
+        self._memo: dict[tuple[object, ...], Accuracy] = {}
+        self._kept: list[object] = []
+        self._gaussians: dict[int, TensorStatistics] = {}
+
+    def of_site(self, shape: SiteShape, statistics: SiteStatistics | None) -> dict[tuple[str, str], Accuracy]:
+        """Error per (pass, legal FP8 kernel).
+
+        Args:
+            shape: The site's GEMMs.
+            statistics: Distributions of its tensors; None assumes independent standard normal values.
+        """
+        result = {}
+        for name in shape.names:
+            kernels = legal_fp8(shape, name, self.capability)
+            if kernels:
+                left, right = self._operands(shape, name, statistics)
+                for kernel in kernels:
+                    result[name, kernel] = self._predict(left, right, shape.gemm(name)[:3], kernel)
+        return result
+
+    def _operands(
+        self, shape: SiteShape, name: str, statistics: SiteStatistics | None
+    ) -> tuple[TensorStatistics, TensorStatistics]:
+        """Left and right operand of a pass, oriented along its contraction, as wide as the site."""
+        _, n, k, _ = shape.gemm("output")
+        if statistics is None:
+            x, g = self._gaussian(k), self._gaussian(n)
+            w, w_transposed = x, g
+        else:
+            x, g = statistics.activation, statistics.grad_output
+            w, w_transposed = statistics.weight, statistics.weight_transposed
+        if name == "output":
+            return x.resized(k).along_features(), w.resized(k).along_features()
+        if name == "grad_input":
+            return g.resized(n).along_features(), w_transposed.resized(n).along_features()
+        return g.resized(n).along_rows(), x.resized(k).along_rows()
+
+    def _gaussian(self, features: int) -> TensorStatistics:
+        if features not in self._gaussians:
+            from numerics.distributions import gaussian
+
+            self._gaussians[features] = gaussian(features)
+        return self._gaussians[features]
+
+    def _predict(self, left: TensorStatistics, right: TensorStatistics, shape: tuple[int, int, int], kernel: str) -> Accuracy:
+        spec = KERNELS[kernel]
+        assert spec.recipe_a is not None and spec.recipe_b is not None
+        key = (id(left), id(right), shape, spec.recipe_a, spec.recipe_b, spec.accumulation)
+        if key not in self._memo:
+            from numerics.predict import predict_gemm_error
+
+            error = predict_gemm_error(left, right, shape, spec.recipe_a, spec.recipe_b, spec.accumulation)
+            self._memo[key] = Accuracy(float(error.mere), float(error.sqnr_db))
+            self._kept += [left, right]  # an id stands for its object only while that object lives
+        return self._memo[key]

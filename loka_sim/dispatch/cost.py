@@ -1,0 +1,89 @@
+"""Predicted times of kernel launches, sums of them, and whether a gain is sure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from loka_sim.dispatch.candidates import Row
+
+if TYPE_CHECKING:
+    import pandas
+    from perfmodel.model import PerfModel
+
+
+class Time(NamedTuple):
+    """A predicted time with the ends of its 90% interval, in microseconds."""
+
+    us: float
+    low_us: float
+    high_us: float
+
+
+def frame(rows: Iterable[Row]) -> pandas.DataFrame:
+    """Rows as the time model takes them: columns kernel, m, n, k, groups."""
+    import pandas
+
+    return pandas.DataFrame(list(rows), columns=list(Row._fields))
+
+
+@dataclass(frozen=True)
+class Times:
+    """Predicted time of every launch that a decision may need.
+
+    Attributes:
+        of: Time per row.
+        outside: Rows outside the sweep that the time model was fitted on.
+    """
+
+    of: Mapping[Row, Time]
+    outside: frozenset[Row] = frozenset()
+
+    @classmethod
+    def predict(cls, model: PerfModel, rows: Iterable[Row]) -> Times:
+        """Ask the time model once for all rows."""
+        ordered = sorted(set(rows))
+        table = frame(ordered)
+        predicted = model.predict(table)
+        columns = (predicted[name].to_numpy(dtype=float).tolist() for name in ("time_us", "low_us", "high_us"))
+        inside = model.in_range(table).to_numpy(dtype=bool).tolist()
+        return cls(
+            {row: Time(*entry) for row, entry in zip(ordered, zip(*columns, strict=True), strict=True)},
+            frozenset(row for row, known in zip(ordered, inside, strict=True) if not known),
+        )
+
+    def sum(self, rows: Iterable[Row]) -> float:
+        """Total time of launches, in microseconds."""
+        return sum(self.of[row].us for row in rows)
+
+    def interval(self, rows: Iterable[Row]) -> Time:
+        """Total of launches with its 90% interval."""
+        total = self.difference(rows, ())
+        return Time(total.us, max(total.low_us, 0.0), total.high_us)
+
+    def difference(self, rows: Iterable[Row], without: Iterable[Row]) -> Time:
+        """Time of `rows` less that of `without`, with its 90% interval.
+
+        Launches on both sides cancel, and with them their errors. Of the others, equal launches are off
+        together, different ones independently: half-widths add within a row and combine in quadrature over rows.
+        """
+        new, gone = Counter(rows), Counter(without)
+        new, gone = new - gone, gone - new
+        us = below = above = 0.0
+        for sign, counts in ((1, new), (-1, gone)):
+            for row, count in counts.items():
+                time = self.of[row]
+                ends = (count * (time.us - time.low_us), count * (time.high_us - time.us))[::sign]
+                us += sign * count * time.us
+                below += ends[0] ** 2
+                above += ends[1] ** 2
+        return Time(us, us - below**0.5, us + above**0.5)
+
+    def surely_less(self, rows: Iterable[Row], than: Iterable[Row]) -> bool:
+        """Whether launching `rows` instead of `than` saves time even at the bad end of the difference's interval.
+
+        One end of a 90% interval: a gain that passes is sure at 95%.
+        """
+        return self.difference(rows, than).high_us < 0

@@ -1,0 +1,106 @@
+"""Step times of a whole model under different assignments, with intervals on their ratios."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from loka_sim.dispatch.around import Around
+from loka_sim.dispatch.candidates import Row, SiteShape, launches
+from loka_sim.dispatch.cost import Time, Times
+from loka_sim.dispatch.decide import Accuracies, flat
+from perfmodel.kernels import KERNELS
+
+
+@dataclass(frozen=True)
+class SiteCost:
+    """What a step needs to know of one site."""
+
+    shape: SiteShape
+    around: Around
+    accuracies: Accuracies
+
+
+@dataclass(frozen=True)
+class Step:
+    """The dense part of one training step on one GPU under one way of assigning kernels.
+
+    Attributes:
+        name: Key in documents.
+        label: Name on screen.
+        description: What is converted.
+        total: GEMMs, quantization, layout changes, norms, activations, bias gradients.
+        gemm_us: GEMMs with quantization and layout changes.
+        quantize_us: Quantization and layout changes alone.
+        around_us: The rest: the same under every assignment.
+        speedup: bf16 total over this total, with its 90% interval.
+        gemm_speedup: The same over `gemm_us`.
+        fp8_sites: Sites with at least one FP8 pass.
+        fp8_passes: FP8 passes.
+        unsafe_passes: FP8 passes whose predicted MERE is not below the limit.
+    """
+
+    name: str
+    label: str
+    description: str
+    total: Time
+    gemm_us: float
+    quantize_us: float
+    around_us: float
+    speedup: Time
+    gemm_speedup: float
+    fp8_sites: int
+    fp8_passes: int
+    unsafe_passes: int
+
+
+def speedup(times: Times, rows: Counter[Row], than: Counter[Row]) -> Time:
+    """How many times faster `rows` are than `than`, with a 90% interval.
+
+    Launches on both sides are off together, which moves the ratio only as far as it is from 1; the others'
+    errors are independent. First-order propagation of the three parts (both, slow only, fast only).
+    """
+    both = rows & than
+    common, new, gone = (times.interval(part.elements()) for part in (both, rows - both, than - both))
+    fast, slow = common.us + new.us, common.us + gone.us
+    ratio = slow / fast
+    gradients = ((gone, 1 / fast, 1), (new, ratio / fast, -1), (common, abs(1 - ratio) / fast, -1 if ratio > 1 else 1))
+    below = above = 0.0
+    for part, gradient, sign in gradients:
+        ends = (gradient * (part.us - part.low_us), gradient * (part.high_us - part.us))[::sign]
+        below += ends[0] ** 2
+        above += ends[1] ** 2
+    return Time(ratio, ratio - below**0.5, ratio + above**0.5)
+
+
+def step(
+    name: str,
+    label: str,
+    description: str,
+    sites: Sequence[SiteCost],
+    assignments: Sequence[Mapping[str, str]],
+    times: Times,
+    max_mere: float,
+) -> Step:
+    """Add up a model's sites under one assignment each."""
+    bf16_gemms: Counter[Row] = Counter()
+    gemms: Counter[Row] = Counter()
+    others: Counter[Row] = Counter()
+    fp8_sites = fp8_passes = unsafe = 0
+    for site, assignment in zip(sites, assignments, strict=True):
+        bf16_gemms.update(flat(launches(site.shape, site.shape.bf16())))
+        gemms.update(flat(launches(site.shape, assignment)))
+        others.update(site.around.rows)
+        fp8 = [(which, kernel) for which, kernel in assignment.items() if KERNELS[kernel].is_fp8]
+        fp8_sites += bool(fp8)
+        fp8_passes += len(fp8)
+        unsafe += sum(not site.accuracies[entry].mere < max_mere for entry in fp8)
+    quantize = Counter({row: count for row, count in gemms.items() if KERNELS[row.kernel].kind in ("quantize", "layout")})
+    gemm_us = times.sum(gemms.elements())
+    return Step(
+        name, label, description, times.interval((gemms + others).elements()),
+        gemm_us, times.sum(quantize.elements()), times.sum(others.elements()),
+        speedup(times, gemms + others, bf16_gemms + others), times.sum(bf16_gemms.elements()) / gemm_us,
+        fp8_sites, fp8_passes, unsafe,
+    )  # fmt: skip

@@ -1,0 +1,259 @@
+"""The what-if: where FP8 is safe and fast in a model, and what it is worth, from predictions alone.
+
+A request walks down once and the answer walks up once: the model's GEMMs, every kernel time that a choice
+may need in one question to the time model, every error once to the error model, one decision per distinct
+site, and the step times of the decision and of what a user would do without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from loka_sim.communication import Communication, communication
+from loka_sim.dispatch.accuracy import Errors
+from loka_sim.dispatch.around import Around, around
+from loka_sim.dispatch.baselines import BASELINES
+from loka_sim.dispatch.candidates import Row, SiteShape, possible_rows
+from loka_sim.dispatch.cost import Times
+from loka_sim.dispatch.decide import Accuracies, PassDecision, Policy, decide_site
+from loka_sim.dispatch.steps import SiteCost, Step, step
+from loka_sim.errors import UserError, expected_of_lower_floors
+from loka_sim.modelspec import ModelSpec, Site
+from loka_sim.sources import Distributions, distributions, model_spec
+
+if TYPE_CHECKING:
+    from perfmodel.model import PerfModel
+
+MAX_SIZE = 2**31 - 1
+"""Largest dimension of a GEMM: CUDA libraries take 32-bit sizes."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked.
+
+    Attributes:
+        model: As given.
+        batch: Samples per GPU.
+        gpus: Number of GPUs of the training job.
+        hardware: Name of the hardware whose timings are used.
+        statistics: As given; None for the default.
+        mods: Changes to the model.
+        max_mere: Mean element-wise relative error that an FP8 pass must stay below.
+        min_speedup: Least speedup, quantization included, for FP8.
+    """
+
+    model: str
+    batch: int
+    gpus: int
+    hardware: str
+    statistics: str | None
+    mods: tuple[str, ...]
+    max_mere: float
+    min_speedup: float
+
+
+@dataclass(frozen=True)
+class SiteDecision:
+    """One site with its decisions.
+
+    Attributes:
+        site: The site.
+        shape: Its GEMMs at the batch.
+        passes: Decision per pass, in the order they run.
+        around: Kernels around its GEMMs.
+        around_us: Their predicted time.
+        statistics: Its distributions were found by `exact` name, by `role`, or are `assumed`.
+    """
+
+    site: Site
+    shape: SiteShape
+    passes: Mapping[str, PassDecision]
+    around: Around
+    around_us: float
+    statistics: str
+
+    @property
+    def bf16_us(self) -> float:
+        """Its passes in bf16."""
+        return sum(decided.bf16.us for decided in self.passes.values())
+
+    @property
+    def predicted_us(self) -> float:
+        """Its passes as decided, quantization included."""
+        return sum(decided.predicted.us for decided in self.passes.values())
+
+    @property
+    def gain_us(self) -> float:
+        """What its decision saves over bf16."""
+        return self.bf16_us - self.predicted_us
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """The answer.
+
+    Attributes:
+        settings: What was asked.
+        spec: The model, at the batch asked for.
+        hardware: Name, capability, ceilings, fingerprint of the time model, its held-out error.
+        distributions: Where the distributions came from.
+        sites: Decisions, in forward order.
+        steps: Step times: bf16, the baselines, the decision last.
+        communication: Collectives of one step; None for one GPU.
+        times: Every kernel time predicted.
+    """
+
+    settings: Settings
+    spec: ModelSpec
+    hardware: Mapping[str, Any]
+    distributions: Distributions
+    sites: tuple[SiteDecision, ...]
+    steps: tuple[Step, ...]
+    communication: Communication | None
+    times: Times
+
+    @property
+    def decision(self) -> Step:
+        """The decision's step time."""
+        return self.steps[-1]
+
+    @property
+    def pays(self) -> bool:
+        """Whether FP8 is worth it anywhere."""
+        return self.decision.fp8_passes > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The `--json` document, see schemas/whatif.schema.json."""
+        from loka_sim.document import document
+
+        return document(self)
+
+
+def whatif(
+    model: str | ModelSpec,
+    *,
+    batch: int | None = None,
+    gpus: int = 1,
+    hardware: str = "h200",
+    statistics: str | None = None,
+    mods: str | Sequence[str] = (),
+    max_mere: float = 0.2,
+    min_speedup: float = 1.05,
+) -> WhatIf:
+    """Decide which GEMMs of a model run in FP8, with which kernel, and predict what that is worth.
+
+    Args:
+        model: Zoo name, spec file, `package.module:callable`, or a `ModelSpec`.
+        batch: Samples per GPU; None for the batch that the model was captured at.
+        gpus: GPUs of the training job, `batch` samples on each.
+        hardware: Whose timings to use.
+        statistics: Shipped name or folder; None for the zoo model's own, and for other models an assumption
+            of standard normal values that the answer states.
+        mods: Changes to the model: no_bias, blocknorm, hardswish, or all.
+        max_mere: Predicted mean element-wise relative error that an FP8 pass must stay below.
+        min_speedup: Least predicted speedup over bf16, quantization included.
+
+    Raises:
+        UserError: an argument is wrong; one line that names it and the mend.
+        DataError: data are missing or do not fit the model.
+    """
+    _check(gpus, max_mere, min_speedup)
+    spec, names = model_spec(model, mods)
+    size = spec.batch if batch is None else batch
+    _check_sizes(spec, size)
+    spec = spec.at_batch(size)
+    name = model if isinstance(model, str) else spec.name
+    settings = Settings(name, size, gpus, hardware, statistics, names, max_mere, min_speedup)
+    known = distributions(spec, statistics, names)
+    import perfmodel
+
+    with expected_of_lower_floors():
+        timing = perfmodel.load(hardware)
+        exchanged = communication(spec, gpus, hardware)
+    policy = Policy(max_mere, min_speedup, tuple(timing.hardware.capability))
+    shapes = [SiteShape.of(site, size) for site in spec.sites]
+    arounds = [around(site, size) for site in spec.sites]
+    rows: set[Row] = {row for beside in arounds for row in beside.rows}
+    for shape in set(shapes):
+        rows |= possible_rows(shape, policy.capability)
+    times = Times.predict(timing, rows)
+    decided, accuracies = _decide(spec, shapes, known, times, policy)
+    sites = tuple(
+        SiteDecision(site, shape, passes, beside, times.sum(beside.rows), known.how(site.name))
+        for site, shape, passes, beside in zip(spec.sites, shapes, decided, arounds, strict=True)
+    )
+    costs = [SiteCost(*entry) for entry in zip(shapes, arounds, accuracies, strict=True)]
+    return WhatIf(settings, spec, _hardware(timing), known, sites, _steps(spec, costs, sites, times, policy), exchanged, times)
+
+
+def _check(gpus: int, max_mere: float, min_speedup: float) -> None:
+    if gpus < 1:
+        raise UserError(f"--gpus {gpus} is not positive; give the number of GPUs of the training job")
+    if not 0 < max_mere < float("inf"):
+        raise UserError(f"--max-mere {max_mere} is not a positive number; 0.2 is the usual limit")
+    if not 0 < min_speedup < float("inf"):
+        raise UserError(f"--min-speedup {min_speedup} is not a positive number; 1.05 is the usual limit")
+
+
+def _check_sizes(spec: ModelSpec, batch: int) -> None:
+    if batch < 1:
+        raise UserError(f"--batch {batch} is not positive; give the samples per GPU")
+    for site in spec.sites:
+        for name, gemm in site.passes.items():
+            sizes = (*gemm.shape(batch), gemm.groups.at(batch))
+            if min(sizes) < 1:
+                raise UserError(f"site {site.name}: {name} is {sizes} at batch {batch}; every size must be positive")
+            if max(sizes) > MAX_SIZE:
+                raise UserError(f"--batch {batch}: site {site.name} has a dimension of {max(sizes)}; give a smaller batch")
+    if not spec.sites:
+        raise UserError(f"{spec.name} has no GEMM at all; nothing can be decided")
+
+
+def _decide(
+    spec: ModelSpec, shapes: Sequence[SiteShape], known: Distributions, times: Times, policy: Policy
+) -> tuple[list[dict[str, PassDecision]], list[Accuracies]]:
+    """Decisions and predicted errors per site; sites that are alike are decided once."""
+    errors = Errors(policy.capability)
+    memo: dict[tuple[SiteShape, int], tuple[dict[str, PassDecision], Accuracies]] = {}
+    decided, accuracies = [], []
+    for site, shape in zip(spec.sites, shapes, strict=True):
+        statistics = known.of(site.name)
+        key = (shape, id(statistics))
+        if key not in memo:
+            found = errors.of_site(shape, statistics)
+            memo[key] = decide_site(shape, times, found, policy), found
+        decided.append(memo[key][0])
+        accuracies.append(memo[key][1])
+    return decided, accuracies
+
+
+def _steps(
+    spec: ModelSpec, costs: Sequence[SiteCost], sites: Sequence[SiteDecision], times: Times, policy: Policy
+) -> tuple[Step, ...]:
+    steps = [
+        step(
+            baseline.name, baseline.label, baseline.description, costs,
+            [baseline.assignment(site, cost.shape, policy.capability) for site, cost in zip(spec.sites, costs, strict=True)],
+            times, policy.max_mere,
+        )
+        for baseline in BASELINES
+    ]  # fmt: skip
+    chosen = [{name: entry.kernel for name, entry in site.passes.items()} for site in sites]
+    described = "each pass on its own: fastest accurate kernel where the gain is sure, bf16 elsewhere"
+    return (*steps, step("decision", "loka-sim's decision", described, costs, chosen, times, policy.max_mere))
+
+
+def _hardware(timing: PerfModel) -> dict[str, Any]:
+    spec = timing.hardware
+    return {
+        "name": spec.name,
+        "capability": list(spec.capability),
+        "peak_bf16_tflops": spec.peak_bf16_tflops,
+        "peak_fp8_tflops": spec.peak_fp8_tflops,
+        "copy_bandwidth_tbs": spec.copy_bandwidth_tbs,
+        "perfmodel_fingerprint": timing.fingerprint,
+        "held_out": None,
+    }

@@ -1,0 +1,135 @@
+"""What an assignment launches, against launches written down by hand."""
+
+from collections import Counter
+
+import pytest
+
+from loka_sim.dispatch.candidates import Row, SiteShape, illegal, launches, legal_fp8, possible_rows, shared_tensors
+from loka_sim.dispatch.decide import flat
+from loka_sim.modelspec import Dim, Gemm, Site, linear_passes
+
+M, N, K = 2048, 512, 1024
+TENSOR_FAST, TENSOR_SPLIT = "torch/fp8_tensorwise_fast", "torch/fp8_tensorwise_split"
+ROW_FAST, BLOCK, BF16 = "torch/fp8_rowwise_fast", "torch/fp8_block128", "torch/bf16"
+
+
+def linear(m=M, n=N, k=K, **site):
+    return Site("layer", "linear", linear_passes(Dim(0, m), Dim(n), Dim(k)), weight="layer.weight", **site)
+
+
+SHAPE = SiteShape.of(linear(m=1), M)
+
+X, W, G = (M, 1, K), (N, 1, K), (M, 1, N)
+GEMMS = {"output": (M, N, K), "grad_input": (M, K, N), "grad_weight": (N, K, M)}
+
+
+def launched(assignment):
+    rows = Counter((row.kernel.partition("/")[2], row.m, row.n, row.k) for row in flat(launches(SHAPE, assignment)))
+    return rows - Counter((kernel.partition("/")[2], *GEMMS[name]) for name, kernel in assignment.items())
+
+
+def test_shapes_of_the_three_passes():
+    assert {name: SHAPE.gemm(name)[:3] for name in SHAPE.names} == GEMMS
+    assert [SHAPE.tensor(tensor) for tensor in "xwg"] == [(M, K), (N, K), (M, N)]
+
+
+@pytest.mark.parametrize(
+    ("assignment", "expected"),
+    [
+        ({"output": BF16, "grad_input": BF16, "grad_weight": BF16}, {}),
+        (
+            {"output": TENSOR_FAST, "grad_input": BF16, "grad_weight": BF16},
+            {("quantize_tensorwise", *X): 1, ("quantize_tensorwise", *W): 1},
+        ),
+        # x, w and g are each quantized once and read a second time through a transposition.
+        (
+            {"output": TENSOR_FAST, "grad_input": TENSOR_SPLIT, "grad_weight": TENSOR_FAST},
+            {(kernel, *tensor): 1 for tensor in (X, W, G) for kernel in ("quantize_tensorwise", "transpose_e4m3")},
+        ),
+        # grad_weight alone: both operands are needed transposed only.
+        (
+            {"output": BF16, "grad_input": BF16, "grad_weight": TENSOR_SPLIT},
+            {("quantize_tensorwise_transposed", *G): 1, ("quantize_tensorwise_transposed", *X): 1},
+        ),
+        (
+            {"output": TENSOR_SPLIT, "grad_input": BF16, "grad_weight": TENSOR_FAST},
+            {("quantize_tensorwise", *X): 1, ("transpose_e4m3", *X): 1, ("quantize_tensorwise", *W): 1,
+             ("quantize_tensorwise_transposed", *G): 1},
+        ),
+        # Row scales belong to one direction: nothing is shared.
+        (
+            {"output": ROW_FAST, "grad_input": ROW_FAST, "grad_weight": ROW_FAST},
+            {(kernel, *tensor): 1 for tensor in (X, W, G) for kernel in ("quantize_rowwise", "quantize_rowwise_transposed")},
+        ),
+        # Block: x is left (1x128) in output and right (128x128) in grad_weight; only w keeps its side.
+        (
+            {"output": BLOCK, "grad_input": BLOCK, "grad_weight": BLOCK},
+            {("quantize_block1x128", *X): 1, ("quantize_block128x128", *W): 1, ("transpose_e4m3", *W): 1,
+             ("quantize_block1x128", *G): 1, ("quantize_block1x128_transposed", *G): 1,
+             ("quantize_block128x128_transposed", *X): 1},
+        ),
+        # Different scalings share nothing.
+        (
+            {"output": TENSOR_FAST, "grad_input": BF16, "grad_weight": ROW_FAST},
+            {("quantize_tensorwise", *X): 1, ("quantize_tensorwise", *W): 1, ("quantize_rowwise_transposed", *G): 1,
+             ("quantize_rowwise_transposed", *X): 1},
+        ),
+    ],
+)  # fmt: skip
+def test_quantization_by_hand(assignment, expected):
+    assert launched(assignment) == Counter(expected)
+
+
+def test_each_launch_stands_under_the_pass_that_reads_its_result():
+    rows = launches(SHAPE, {"output": TENSOR_FAST, "grad_input": TENSOR_FAST, "grad_weight": TENSOR_FAST})
+    assert rows["output"][1:] == (Row("torch/quantize_tensorwise", *X), Row("torch/quantize_tensorwise", *W))
+    assert set(rows["grad_input"][1:]) == {Row("torch/quantize_tensorwise", *G), Row("torch/transpose_e4m3", *W)}
+    assert set(rows["grad_weight"][1:]) == {Row("torch/transpose_e4m3", *G), Row("torch/transpose_e4m3", *X)}
+
+
+def test_a_weight_stored_transposed_needs_the_other_quantizer():
+    output = Gemm(Dim(M), Dim(N), Dim(K), layout_b="row")
+    shape = SiteShape.of(Site("m", "mm", {"output": output}), 1)
+    rows = flat(launches(shape, {"output": ROW_FAST}))
+    assert Row("torch/quantize_rowwise_transposed", K, 1, N) in rows
+    assert Row("torch/quantize_rowwise", M, 1, K) in rows
+
+
+def test_shared_tensors_are_named():
+    both = {"output": TENSOR_FAST, "grad_input": BF16, "grad_weight": TENSOR_SPLIT}
+    assert shared_tensors(SHAPE, both, "output") == ("x",)
+    assert shared_tensors(SHAPE, {**both, "grad_weight": ROW_FAST}, "output") == ()
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "kernel", "words"),
+    [
+        ((2048, 1, 512), "output", TENSOR_FAST, "N = 1 is no multiple of 16"),
+        ((2047, 512, 512), "grad_weight", TENSOR_FAST, "K = 2047 is no multiple of 16"),
+        ((2048, 512, 96), "output", BLOCK, "K = 96 is no multiple of 128"),
+        ((2064, 512, 512), "grad_weight", BLOCK, "K = 2064 is no multiple of 128"),
+    ],
+)
+def test_illegal_says_why(shape, name, kernel, words):
+    found = illegal(SiteShape.of(linear(*shape), 1), name, kernel)
+    assert found is not None and words in found
+
+
+def test_hardware_without_fp8_has_no_legal_kernel():
+    assert legal_fp8(SHAPE, "output", (8, 0)) == ()
+
+
+def test_batched_products_have_no_fp8_kernel():
+    gemm = Gemm(Dim(64), Dim(64), Dim(64), Dim(0, 1))
+    shape = SiteShape.of(Site("attention", "bmm", {"output": gemm}), 128)
+    assert legal_fp8(shape, "output") == ()
+    assert "no batched form" in (illegal(shape, "output", TENSOR_FAST) or "")
+    assert possible_rows(shape) == {Row("torch/bf16_batched", 64, 64, 64, 128)}
+
+
+def test_possible_rows_covers_every_legal_assignment():
+    from itertools import product
+
+    known = possible_rows(SHAPE)
+    for kernels in product(*((BF16, *legal_fp8(SHAPE, name)) for name in SHAPE.names)):
+        assert set(flat(launches(SHAPE, dict(zip(SHAPE.names, kernels, strict=True))))) <= known
