@@ -36,7 +36,8 @@ def assignments(site, batch=2048):
 def test_recipes_accumulate_as_torchao_does():
     found = assignments(linear(4096, 8192))
     for scaling in ("tensorwise", "rowwise"):
-        expected = {"output": f"torch/fp8_{scaling}_fast", "grad_input": f"torch/fp8_{scaling}_split", "grad_weight": f"torch/fp8_{scaling}_split"}  # fmt: skip
+        fast, split = f"torch/fp8_{scaling}_fast", f"torch/fp8_{scaling}_split"
+        expected = {"output": fast, "grad_input": split, "grad_weight": split}
         assert found[f"naive_{scaling}"] == found[f"filter_{scaling}"] == expected
     assert set(found["bf16"].values()) == {"torch/bf16"}
 

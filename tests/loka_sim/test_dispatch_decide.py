@@ -186,9 +186,11 @@ def test_sharing_makes_two_passes_pay_that_alone_would_not():
 def test_illegal_names_the_dimension():
     shape = SiteShape.of(Site("head", "linear", linear_passes(Dim(0, 1), Dim(1), Dim(512))), 2048)
     times = Times({row: Time(5, 4, 6) for row in possible_rows(shape)})
-    decided = decide_site(shape, times, {}, Policy())
-    assert {entry.status for entry in decided.values()} == {"illegal"}
+    decided = decide_site(shape, times, errors_of(), Policy())
+    # Of grad_weight, (1, 512, 2048), the 1 is M: any M will do.
+    assert [entry.status for entry in decided.values()] == ["illegal", "illegal", "not_worth_it"]
     assert decided["output"].reason == "N = 1 is no multiple of 16"
+    assert decided["grad_input"].reason == "K = 1 is no multiple of 16"
     assert decided["output"].runner_up is None
 
 
