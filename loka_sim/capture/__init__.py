@@ -8,6 +8,7 @@ and the three runs together say how each dimension depends on the batch (`fit`).
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from loka_sim.capture import twin
 from loka_sim.capture.calls import Calls
-from loka_sim.capture.fit import fit_sites
+from loka_sim.capture.fit import fit_sites, said
 from loka_sim.capture.record import Recorder, storage
 from loka_sim.errors import UserError
 from loka_sim.modelspec import ModelSpec, Table
@@ -59,13 +60,16 @@ def capture(
     try:
         runs = [_run(model, inputs, loss, batch, size, batch_dim, fake=False) for size in batches]
     except _Failure as failure:
-        try:
+        problem = failure.explained(type(model).__name__, batch)
+        if not failure.needs_data:
+            raise problem from failure.error
+        try:  # fake tensors know more: the device that they claim, and sizes that only data decide
             runs = [_run(model, inputs, loss, batch, size, batch_dim, fake=True) for size in batches]
         except _Failure:
-            raise failure.explained(type(model).__name__, batch) from failure.__cause__
+            raise problem from failure.error
     first = runs[0]
     sites, unaccounted = fit_sites(batches, [run.sites for run in runs])
-    counted = [f"{what} ({flops} FLOPs at batch {batch})" if flops else what for what, flops in first.unaccounted.items()]
+    counted = [f"{what} ({said(flops, batch)})" for what, flops in first.unaccounted.items()]
     tables, dense = _tables(model, first, batch)
     return ModelSpec(
         name=name or type(model).__name__,
@@ -84,6 +88,9 @@ class _Failure(Exception):
     def __init__(self, module: str, operation: str, batch: int, error: Exception) -> None:
         super().__init__(str(error))
         self.module, self.operation, self.batch, self.error = module, operation, batch, error
+        self.needs_data = isinstance(error, NotImplementedError) or bool(
+            re.search("[Mm]eta|data-dependent|numpy|unallocated storage", str(error))
+        )
 
     def explained(self, model: str, batch: int) -> UserError:
         """The one line for the user."""
@@ -93,7 +100,7 @@ class _Failure(Exception):
         if self.batch != batch:
             mend = f"take sizes from the inputs' shapes (it ran at batch {batch})"
             return UserError(f"{where}: fails at batch {self.batch}: {reason}; {mend}")
-        if any(word in reason for word in ("meta", "Meta", "fake", "data-dependent", "numpy")):
+        if self.needs_data:
             mend = "let no shape or branch depend on tensor values, or write a spec file"
             return UserError(f"{where}: needs data, which a capture has not: {reason}; {mend}")
         return UserError(f"{where}: {reason}; check that the inputs fit the model")

@@ -9,7 +9,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from loka_sim.capture.record import Recorder, RawSite
+from loka_sim.capture.record import RawSite, Recorder
 
 OPS = {"linear": "linear", "matmul": "matmul", "__matmul__": "matmul", "__rmatmul__": "matmul", "einsum": "einsum"}
 OPS |= {name: name for name in ("mm", "bmm", "addmm", "baddbmm")}
@@ -61,6 +61,7 @@ class Calls(TorchFunctionMode):
     """
 
     def __init__(self, recorder: Recorder) -> None:
+        """Follow the sites of `recorder`."""
         super().__init__()
         self.recorder = recorder
         self.failed: tuple[str, str] | None = None
@@ -172,12 +173,12 @@ class Calls(TorchFunctionMode):
         kind, tag, before = entered
         self._quiet -= kind is not None
         if kind and tag and isinstance(result, torch.Tensor) and len(self.recorder.sites) == before:
-            self._claim(tag, *kind, result)
+            self._claim(tag, kind[0], kind[1], result)
 
 
 def _plain_lookup(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The same look-up without what has no shape: sparse gradients, and the renormalization of rows."""
-    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    names: tuple[str, ...] = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
     if func is nn.functional.embedding_bag:
         names = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")
     bound = dict(zip(names, args, strict=False))

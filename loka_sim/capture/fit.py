@@ -22,6 +22,11 @@ def affine(batches: Sequence[int], sizes: Sequence[Any]) -> Dim | None:
     return dim if dim.per_batch >= 0 and all(dim.at(batch) == size for batch, size in zip(batches, sizes, strict=True)) else None
 
 
+def said(flops: int, batch: int) -> str:
+    """FLOPs in words: 0 stands for what nobody counts."""
+    return f"{flops} FLOPs at batch {batch}" if flops else "its FLOPs are not known"
+
+
 def fit_gemm(batches: Sequence[int], runs: Sequence[RawGemm]) -> Gemm | str:
     """One pass of a site over the batches, or what keeps it from being affine."""
     dims = {}
@@ -60,8 +65,7 @@ def fit_sites(batches: Sequence[int], runs: Sequence[Sequence[RawSite]]) -> tupl
                 break
             passes[key] = fitted
         if reason:
-            cost = f"{flops} FLOPs at batch {batches[0]}" if isinstance(flops, int) else "its FLOPs are not known"
-            unaccounted.append(f"{name}: {reason} ({cost})")
+            unaccounted.append(f"{name}: {reason} ({said(flops, batches[0])})")
         else:
             sites.append(Site(name, first.op, passes, first.weight, first.bias, first.norm, first.activation))
     for batch, run in zip(batches[1:], by_name[1:], strict=True):

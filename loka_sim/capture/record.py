@@ -6,6 +6,7 @@ node: the same number finds its site, and the operand that it shares with the fo
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
@@ -22,24 +23,27 @@ GEMMS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
 # Products that FlopCounterMode does not count: said by name, so that nobody takes them for nothing.
 UNCOUNTED = ("mv", "addmv", "dot", "vdot", "addbmm", "addr", "_trilinear", "_cdist_forward", "_pdist_forward", "_int_mm")
 UNCOUNTED_STARTS = ("linalg_", "_linalg_", "_fft_", "mkldnn_", "_cudnn_rnn", "miopen_", "_grouped_mm", "_scaled_grouped_mm")
+# Files whose frames stand between an operator's caller and the recorder.
+BETWEEN = (__file__, "torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/_ops.py", "torch/utils/_python_dispatch.py")
 COPIES = (aten._to_copy, aten.clone)
 
 
 @dataclass
 class RawGemm:
-    """One pass at one batch: sizes in elements (SymInt where they depend on data), layouts as in `Gemm`."""
+    """One pass at one batch: sizes in elements (a text where data decide them), layouts as in `Gemm`."""
 
-    m: Any
-    n: Any
-    k: Any
-    groups: Any
+    m: int | str
+    n: int | str
+    k: int | str
+    groups: int | str
     layout_a: str
     layout_b: str
 
     @property
-    def flops(self) -> Any:
-        """2 M N K over all groups."""
-        return 2 * self.m * self.n * self.k * self.groups
+    def flops(self) -> int:
+        """2 M N K over all groups; 0 where data decide a size."""
+        sizes = [size for size in (self.m, self.n, self.k, self.groups) if isinstance(size, int)]
+        return 2 * math.prod(sizes) if len(sizes) == 4 else 0
 
     def transposed(self) -> RawGemm:
         """The same product computed as its transpose: operands change places."""
@@ -63,6 +67,7 @@ class RawSite:
     norm: str | None = None
     activation: str | None = None
     ambiguous: set[str] = field(default_factory=set)
+    recompute: bool = False
     recomputed: bool = False
 
 
@@ -73,7 +78,7 @@ class RawTable:
     rows: int
     dim: int
     pooling: str
-    ids: Any
+    ids: int
 
 
 def storage(tensor: torch.Tensor) -> int:
@@ -83,32 +88,38 @@ def storage(tensor: torch.Tensor) -> int:
 
 def layout(tensor: torch.Tensor) -> str:
     """`row` if the last dimension is contiguous, `column` if the one before is, else `strided`."""
-    rows, columns = tensor.shape[-2:]
-    row_step, column_step = tensor.stride()[-2:]
-    if column_step == 1 and (rows == 1 or row_step >= columns):
+    (rows, columns), (row_step, column_step) = map(known, tensor.shape[-2:]), map(known, tensor.stride()[-2:])
+    if column_step == 1 and (rows == 1 or isinstance(row_step, str) or isinstance(columns, str) or row_step >= columns):
         return "row"
-    if row_step == 1 and (columns == 1 or column_step >= rows):
+    if row_step == 1 and (columns == 1 or isinstance(column_step, str) or isinstance(rows, str) or column_step >= rows):
         return "column"
     return "row" if columns == 1 else "column" if rows == 1 else "strided"
 
 
+def known(size: int | torch.SymInt) -> int | str:
+    """A size, or the text of one that depends on data: a text can be compared without asking for its value."""
+    return size if isinstance(size, int) else str(size)
+
+
 def measure(left: torch.Tensor, right: torch.Tensor) -> RawGemm:
     """The product of two matrices, or of two stacks of as many."""
-    groups = left.shape[0] if left.dim() == 3 else 1
-    return RawGemm(left.shape[-2], right.shape[-1], left.shape[-1], groups, layout(left), layout(right))
+    groups = known(left.shape[0]) if left.dim() == 3 else 1
+    m, n, k = known(left.shape[-2]), known(right.shape[-1]), known(left.shape[-1])
+    return RawGemm(m, n, k, groups, layout(left), layout(right))
 
 
 class Recorder(TorchDispatchMode):
-    """Runs what it is given on `device` and keeps the sites, the tables and what cannot be accounted for.
-
-    Args:
-        names: Fully qualified name of each storage that belongs to a parameter or buffer.
-        device: Where everything runs: `meta`, or what fake tensors claim.
-    """
+    """Runs what it is given on `device` and keeps the sites, the tables and what cannot be accounted for."""
 
     supports_higher_order_operators = True
 
     def __init__(self, names: dict[int, str], device: str) -> None:
+        """Start empty.
+
+        Args:
+            names: Fully qualified name of each storage that belongs to a parameter or buffer.
+            device: Where everything runs: `meta`, or what fake tensors claim.
+        """
         super().__init__()
         self.names = names
         self.device = device
@@ -121,6 +132,7 @@ class Recorder(TorchDispatchMode):
         self._others: dict[int, str] = {}  # module of what is no GEMM, by its node
         self._results: dict[int, RawSite] = {}
         self._counts: Counter[str] = Counter()
+        self._repeated = -1
         self._alive: list[Any] = []  # a storage that is freed would give its identity to another
         self._pending: tuple[RawSite, torch.Tensor] | None = None
 
@@ -135,11 +147,11 @@ class Recorder(TorchDispatchMode):
         self._settle()
         self.last_op = str(func)
         if isinstance(func, torch._ops.HigherOrderOperator):
-            self.unaccounted[f"{self.module}: {func} (a higher-order operator; its FLOPs are not known)"] += 0
+            self.unaccounted[f"{self.module}: {func}"] += 0
             return func(*args, **kwargs)
         args, kwargs = self._placed(func, args, kwargs)
         packet = func._overloadpacket
-        if packet not in flop_registry:
+        if packet not in flop_registry and func is not torch.ops.prim.device.default:  # which cannot be asked
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -171,7 +183,8 @@ class Recorder(TorchDispatchMode):
                 self._others[torch._C._autograd._get_sequence_nr() - 1] = module
             else:
                 module = self._others.get(node._sequence_nr(), module)
-            self.unaccounted[f"{module}: {name}"] += flop_registry[packet](*args, **kwargs, out_val=result)
+            flops = flop_registry[packet](*args, **kwargs, out_val=result)
+            self.unaccounted[f"{module}: {name}"] += flops if isinstance(flops, int) else 0
         elif packet in COPIES:
             if storage(args[0]) in self.names:  # a weight cast to another type, or laid out anew, is still that weight
                 self._alive.append(result)
@@ -184,14 +197,18 @@ class Recorder(TorchDispatchMode):
             mode = args[4] if len(args) > 4 else kwargs.get("mode", 0)
             self._table(args[0], args[1], ("sum", "mean", "max")[mode])
         elif name in UNCOUNTED or name.startswith(UNCOUNTED_STARTS):
-            self.unaccounted[f"{self.module}: {name} (its FLOPs are not known)"] += 0
+            self.unaccounted[f"{self.module}: {name}"] += 0
         elif packet._qualified_op_name.split("::")[0] not in ("aten", "prim", "prims", "profiler"):
-            self.unaccounted[f"{self.module}: {packet._qualified_op_name} (a custom operator; its FLOPs are not known)"] += 0
+            self.unaccounted[f"{self.module}: {packet._qualified_op_name}"] += 0
 
     def _table(self, weight: torch.Tensor, ids: torch.Tensor, pooling: str) -> None:
         name = self.names.get(storage(weight), f"{self.module}.weight").removesuffix(".weight")
         table = self.tables.setdefault(name, RawTable(weight.shape[0], weight.shape[1], pooling, 0))
-        table.ids += ids.numel()
+        count = known(ids.numel())
+        if isinstance(count, int):
+            table.ids += count
+        else:
+            self.unaccounted[f"{name}: look-ups depend on the data"] += 0
 
     def _bias(self, result: Any, addend: Any) -> None:
         """Note the bias of a linear layer that aten computes as a product and an addition."""
@@ -216,8 +233,7 @@ class Recorder(TorchDispatchMode):
     def _direct() -> bool:
         """Whether the backward engine itself asked, and not Python code that it called (a hook, a checkpoint)."""
         frame = sys._getframe(2)
-        skipped = (__file__, torch._ops.__file__, sys.modules[TorchDispatchMode.__module__].__file__)
-        while frame.f_back and frame.f_code.co_filename in skipped:
+        while frame.f_back and frame.f_code.co_filename.endswith(BETWEEN):
             frame = frame.f_back
         return frame.f_code.co_name == "_engine_run_backward"
 
@@ -234,8 +250,7 @@ class Recorder(TorchDispatchMode):
         original = self._original(site) if again else None
         if original:
             site.name = f"{original.name}#recompute"
-            site.norm = site.activation = None
-            original.recomputed = True
+            site.recompute = original.recomputed = True
             original.left |= site.left
             original.right |= site.right
         else:
@@ -249,18 +264,25 @@ class Recorder(TorchDispatchMode):
         self._pending = (owner, result)
 
     def _original(self, again: RawSite) -> RawSite | None:
-        """The site of the first forward that `again` repeats."""
-        for site in self.sites:
-            gemm, other = site.passes["output"], again.passes["output"]
-            same = (gemm.m, gemm.n, gemm.k, gemm.groups) == (other.m, other.n, other.k, other.groups)
-            if (
-                same
-                and not site.recomputed
-                and site.weight == again.weight
-                and site.module == (again.module if self.modules else site.module)
-            ):
-                return site
-        return None
+        """The site of the first forward that `again` repeats.
+
+        Of several calls of one module the one with the same operand, else the next after the last one repeated, else
+        the latest: the backward repeats whole checkpoints last first, and each of them first to last.
+        """
+        gemm = again.passes["output"]
+        sizes, module = (gemm.m, gemm.n, gemm.k, gemm.groups), again.module if self.modules else None
+        fitting = []
+        for index, site in enumerate(self.sites):
+            other = site.passes["output"]
+            same = sizes == (other.m, other.n, other.k, other.groups) and site.weight == again.weight
+            if same and not site.recomputed and not site.recompute and module in (None, site.module):
+                fitting.append(index)
+        ranked = sorted(fitting, key=lambda index: (not self.sites[index].left & again.left, index <= self._repeated))
+        if not ranked:
+            return None
+        first = ranked[0]
+        self._repeated = first if self.sites[first].left & again.left or first > self._repeated else ranked[-1]
+        return self.sites[self._repeated]
 
     def _settle(self) -> None:
         """Take the last forward GEMM's node from its result, now that it is there.

@@ -24,9 +24,9 @@ def hollow(tensor: torch.Tensor, device: str, size: tuple[int, ...] | None = Non
         device: `meta`, or the device that fake tensors claim.
         size: Another size, of as many dimensions; None keeps the tensor's.
     """
-    size = tuple(tensor.shape) if size is None else size
-    order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim))
-    twin = torch.empty_permuted(size, order, dtype=tensor.dtype, device=device)
+    steps = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: (-steps[dim], dim))
+    twin = torch.empty_permuted(tensor.shape if size is None else size, order, dtype=tensor.dtype, device=device)
     return twin.requires_grad_(tensor.requires_grad)
 
 
@@ -57,7 +57,7 @@ def hollow_module(model: nn.Module, device: str) -> nn.Module:
         if nn.parameter.is_lazy(parameter):
             raise UserError(f"{name}: a lazy parameter has no shape yet; run one batch through the model before capturing it")
         if id(parameter) not in memo:
-            memo[id(parameter)] = nn.Parameter(hollow(parameter.detach(), device), requires_grad=parameter.requires_grad)
+            memo[id(parameter)] = nn.Parameter(hollow(parameter, device).detach(), requires_grad=parameter.requires_grad)
     # A gradient may be as large as its parameter, and copying an optimizer's state of it would be of no use.
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -75,8 +75,10 @@ def hollow_module(model: nn.Module, device: str) -> nn.Module:
 
 
 def find_batch(inputs: Any, batch_dim: int) -> int:
-    """Batch of the example inputs: the size along `batch_dim` of the first floating tensor, else of the first with two
-    dimensions, else of the first.
+    """Batch of the example inputs: the size along `batch_dim` of one of their tensors.
+
+    That one is the first floating tensor, else the first with two dimensions, else the first: ids of a
+    one-dimensional jagged tensor are not one to a sample.
 
     Raises:
         UserError: no tensor has such a dimension.

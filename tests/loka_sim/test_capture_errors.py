@@ -1,0 +1,143 @@
+"""What a capture cannot do, said in one line with the module, the operation and the mend; and what fake tensors save."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from loka_sim.capture import capture
+from loka_sim.errors import UserError
+from loka_sim.modelspec import PASSES
+
+
+class Inner(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.linear, self.run = nn.Linear(8, 8), run
+
+    def forward(self, x):
+        return self.run(self.linear(x))
+
+
+class Outer(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.first, self.inner, self.top = nn.Linear(8, 8), Inner(run), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.top(self.inner(self.first(x)))
+
+
+def refusal(model, inputs=None):
+    with pytest.raises(UserError) as caught:
+        capture(model, torch.randn(4, 8) if inputs is None else inputs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("run", "operation"),
+    [
+        (lambda x: x if x.sum() > 0 else -x, "bool"),
+        (lambda x: [x] * int(x[0, 0]), "int"),
+        (lambda x: torch.as_tensor(x.detach().numpy()), "numpy"),
+    ],
+)
+def test_a_model_that_reads_values_is_refused_by_module_and_operation(run, operation):
+    text = refusal(Outer(run))
+    assert text.startswith("Outer, module inner, operation ") and operation in text
+    assert text.endswith("let no shape or branch depend on tensor values, or write a spec file")
+
+
+def test_a_mask_that_feeds_no_product_is_captured_on_fake_tensors():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, wanted):
+            return self.linear(x).squeeze(1)[wanted].sigmoid().sum()
+
+    (site,) = capture(Masked(), (torch.randn(4, 8), torch.ones(4, dtype=torch.bool))).sites
+    assert set(site.passes) == {"output", "grad_weight"}
+
+
+def test_a_factor_read_from_the_data_is_captured_on_fake_tensors():
+    spec = capture(Outer(lambda x: x * x.sum().item()), torch.randn(4, 8))
+    assert [site.name for site in spec.sites] == ["first", "inner.linear", "top"]
+    assert [set(site.passes) for site in spec.sites[1:]] == [set(PASSES)] * 2
+
+
+def test_a_product_whose_size_the_data_decide_is_said_by_name():
+    class Selected(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.expert = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x, wanted):
+            return self.expert(self.linear(x)[wanted])
+
+    spec = capture(Selected(), (torch.randn(4, 8), torch.ones(4, dtype=torch.bool)))
+    assert [site.name for site in spec.sites] == ["linear"]
+    assert spec.unaccounted == ("expert: output: m depends on the data (its FLOPs are not known)",)
+
+
+def test_a_model_that_asks_for_its_device_is_captured_on_fake_tensors():
+    def ask(x):
+        if x.device.type == "meta":
+            raise NotImplementedError("no kernel for this device")
+        return x
+
+    spec = capture(Outer(ask), torch.randn(4, 8))
+    assert [site.name for site in spec.sites] == ["first", "inner.linear", "top"]
+    assert set(spec.sites[1].passes) == set(PASSES)
+
+
+def test_inputs_that_do_not_fit_are_said():
+    text = refusal(Outer(F.relu), torch.randn(4, 9))
+    assert text.startswith("Outer, module first, operation linear: ") and text.endswith("check that the inputs fit the model")
+
+
+def test_a_batch_written_in_the_model_is_said():
+    text = refusal(Outer(lambda x: x.view(4, 2, 4).flatten(1)))
+    assert text.startswith("Outer, module inner, operation view: fails at batch 8: ")
+    assert text.endswith("take sizes from the inputs' shapes (it ran at batch 4)")
+
+
+@pytest.mark.parametrize("inputs", [(), (3,), {"x": "text"}, (torch.tensor(1.0),)])
+def test_inputs_without_a_batch_are_refused(inputs):
+    assert "no tensor has a dimension 0 that could be the batch" in refusal(nn.Linear(8, 8), inputs)
+
+
+def test_an_empty_batch_is_refused():
+    assert "pass at least one sample" in refusal(nn.Linear(8, 8), torch.empty(0, 8))
+
+
+def test_sparse_inputs_are_refused():
+    assert "torch.sparse_coo" in refusal(nn.Linear(8, 8), (torch.randn(4, 8), torch.eye(4).to_sparse()))
+
+
+def test_a_model_that_cannot_be_copied_is_refused():
+    model = nn.Linear(8, 8)
+    model.lock = threading.Lock()
+    assert refusal(model).startswith("Linear cannot be copied for the capture (cannot pickle '_thread.lock' object); keep")
+
+
+def test_lazy_parameters_are_refused_by_name():
+    model = nn.Sequential(nn.LazyLinear(4))
+    assert refusal(model).startswith("0.weight: a lazy parameter has no shape yet; run one batch")
+
+
+def test_an_error_in_the_backward_is_one_line_too():
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            raise RuntimeError("first line\nsecond line")
+
+    assert "first line" in refusal(Outer(Broken.apply))
