@@ -255,5 +255,17 @@ def _hardware(timing: PerfModel) -> dict[str, Any]:
         "peak_fp8_tflops": spec.peak_fp8_tflops,
         "copy_bandwidth_tbs": spec.copy_bandwidth_tbs,
         "perfmodel_fingerprint": timing.fingerprint,
-        "held_out": None,
+        "held_out": _held_out(timing.manifest),
+    }
+
+
+def _held_out(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """How far the time model was off on shapes that it had not seen, weighted by rows."""
+    accuracies = {kernel: entry["held_out"] for kernel, entry in manifest["kernels"].items()}
+    rows = sum(entry["n"] for entry in accuracies.values())
+    return {
+        "mape_percent": 100 * sum(entry["mape"] * entry["n"] for entry in accuracies.values()) / rows,
+        "regret_percent": 100 * manifest["choice_regret"]["geomean"],
+        "kernels": {kernel: 100 * entry["mape"] for kernel, entry in accuracies.items()},
+        "command": manifest["command"],
     }

@@ -66,11 +66,25 @@ def table(rows: Sequence[Sequence[str]], align: str, indent: int = 2, gap: int =
 
 
 def shorten(text: str, width: int) -> str:
-    """Text of at most `width` characters; what is cut is the middle, since both ends of a module's name tell."""
+    """Text of at most `width` characters; what is cut is the middle, since both ends of a module's name tell.
+
+    Whole components of a dotted name go first: `layers.….dhen.*.cross.*.u`.
+    """
     if len(text) <= width:
         return text
+    first, *rest = text.split(".")
+    while len(rest) > 1:
+        rest = rest[1:]
+        cut = ".".join((first, "…", *rest))
+        if len(cut) <= width:
+            return cut
     head = (width - 1) // 3
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+def figure(value: float) -> str:
+    """Microseconds for a table: tenths only where they tell something."""
+    return f"{value:,.1f}" if abs(value) < 100 else f"{value:,.0f}"
 
 
 def wrap(text: str, first: str, rest: str) -> list[str]:

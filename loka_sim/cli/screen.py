@@ -5,15 +5,17 @@ Drawn from the JSON document alone, so that it can say nothing that `--json` doe
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
-from loka_sim.cli.output import Style, shorten, table, wrap
+from loka_sim.cli.output import Style, figure, shorten, table, wrap
 from loka_sim.modelspec import PASSES
 
 STATUS_WORDS = {"fast": "fast", "not_worth_it": "not worth it", "unsafe": "unsafe", "illegal": "illegal"}
 _COLOURS = {"fast": "green", "not_worth_it": "dim", "unsafe": "yellow", "illegal": "dim"}
 _TOP = 8
+_INDEX = re.compile(r"(?<![^.])\d+(?![^.#])")
 _BAR = 28
 
 
@@ -76,6 +78,8 @@ def _steps(document: dict[str, Any], style: Style) -> list[str]:
     for step in document["steps"]:
         is_bf16 = step["name"] == "bf16"
         ratio = f"{step['speedup']:.2f}x [{step['speedup_low']:.2f}, {step['speedup_high']:.2f}]"
+        if not step["fp8_passes"] and not is_bf16:
+            ratio = "the same"
         rows.append((
             step["label"], f"{step['step_us']:,.0f}", "" if is_bf16 else ratio, "" if is_bf16 else f"{step['gemm_speedup']:.2f}x",
             "" if is_bf16 else str(step["fp8_passes"]), "" if is_bf16 else str(step["unsafe_passes"]),
@@ -94,20 +98,35 @@ def _steps(document: dict[str, Any], style: Style) -> list[str]:
 
 
 def _sites(document: dict[str, Any], style: Style) -> list[str]:
-    converted = [site for site in document["sites"] if any(p["status"] == "fast" for p in site["passes"].values())]
-    ranked = sorted(converted, key=lambda site: (-site["gain_us"], site["name"]))
-    rows: list[tuple[str, ...]] = [("top sites by gain", "output", "grad_input", "grad_weight", "bf16 us", "us", "gain", "MERE")]
-    for site in ranked[:_TOP]:
-        kernels = [kernel_word(site["passes"][name]["kernel"]) if name in site["passes"] else "-" for name in PASSES]
-        worst = max(decided["mere"] for decided in site["passes"].values() if decided["mere"] is not None)
-        rows.append((
-            shorten(site["name"], 32), *kernels, f"{site['bf16_us']:,.1f}", f"{site['predicted_us']:,.1f}",
-            f"{site['gain_us']:,.1f}", f"{worst:.3f}",
-        ))  # fmt: skip
-    head, *body = table(rows, "llllrrrr", gap=2)
+    """The sites that gain most; sites that are alike but for a layer index stand in one row, added up."""
+    groups: dict[tuple[object, ...], list[dict[str, Any]]] = {}
+    for site in document["sites"]:
+        if any(decided["status"] == "fast" for decided in site["passes"].values()):
+            alike = tuple((name, p["kernel"], p["m"], p["n"], p["k"]) for name, p in site["passes"].items())
+            groups.setdefault((_INDEX.sub("*", site["name"]), alike), []).append(site)
+    ranked = sorted(groups.values(), key=lambda group: (-_sum(group, "gain_us"), group[0]["name"]))
+    rows: list[tuple[str, ...]] = [("top sites by gain", "sites", *PASSES, "bf16 us", "us", "gain", "MERE")]
+    for group in ranked[:_TOP]:
+        passes = group[0]["passes"]
+        kernels = [kernel_word(passes[name]["kernel"]) if name in passes else "-" for name in PASSES]
+        worst = max(d["mere"] for site in group for d in site["passes"].values() if d["mere"] is not None)
+        figures = [figure(_sum(group, key)) for key in ("bf16_us", "predicted_us", "gain_us")]
+        rows.append((shorten(_common_name(group), 31), str(len(group)), *kernels, *figures, f"{worst:.3f}"))
+    head, *body = table(rows, "lrlllrrrr", gap=2)
     rest = ranked[_TOP:]
-    more = [style(f"  and {len(rest)} more, {sum(site['gain_us'] for site in rest):,.1f} us together", "dim")] if rest else []
+    number, gain = sum(map(len, rest)), sum(_sum(group, "gain_us") for group in rest)
+    more = [style(f"  and {number} more, {figure(gain)} us together", "dim")] if rest else []
     return [style(head, "dim"), *body, *more]
+
+
+def _sum(sites: list[dict[str, Any]], key: str) -> float:
+    return sum(site[key] for site in sites)
+
+
+def _common_name(sites: list[dict[str, Any]]) -> str:
+    """`layers.*.fmb.mlp.0`: a star where the sites' names have different indices."""
+    parts = zip(*(site["name"].split(".") for site in sites), strict=True)
+    return ".".join(some[0] if len(set(some)) == 1 else "*" for some in parts)
 
 
 def _statements(document: dict[str, Any], style: Style) -> list[str]:

@@ -7,10 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from loka_sim.dispatch.candidates import Row
+from perfmodel.step import combine
 
 if TYPE_CHECKING:
     import pandas
+
     from perfmodel.model import PerfModel
 
 
@@ -59,15 +63,19 @@ class Times:
         return sum(self.of[row].us for row in rows)
 
     def interval(self, rows: Iterable[Row]) -> Time:
-        """Total of launches with its 90% interval."""
-        total = self.difference(rows, ())
-        return Time(total.us, max(total.low_us, 0.0), total.high_us)
+        """Total of launches with its 90% interval, what all kernels are off together included."""
+        counts = Counter(rows)
+        if not counts:
+            return Time(0.0, 0.0, 0.0)
+        columns = np.array([[count * end for end in self.of[row]] for row, count in counts.items()])
+        return Time(*combine(*columns.T))
 
     def difference(self, rows: Iterable[Row], without: Iterable[Row]) -> Time:
         """Time of `rows` less that of `without`, with its 90% interval.
 
-        Launches on both sides cancel, and with them their errors. Of the others, equal launches are off
-        together, different ones independently: half-widths add within a row and combine in quadrature over rows.
+        Launches on both sides cancel, and with them their errors; what all kernels are off together scales the
+        difference and cannot turn its sign, so it is left out. Of the others, equal launches are off together,
+        different ones independently: half-widths add within a row and combine in quadrature over rows.
         """
         new, gone = Counter(rows), Counter(without)
         new, gone = new - gone, gone - new

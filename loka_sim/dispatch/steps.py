@@ -58,11 +58,11 @@ class Step:
 def speedup(times: Times, rows: Counter[Row], than: Counter[Row]) -> Time:
     """How many times faster `rows` are than `than`, with a 90% interval.
 
-    Launches on both sides are off together, which moves the ratio only as far as it is from 1; the others'
-    errors are independent. First-order propagation of the three parts (both, slow only, fast only).
+    What all kernels are off together cancels. Launches on both sides move the ratio only as far as it is from 1; the
+    others' errors are independent. First-order propagation of the three parts (both, slow only, fast only).
     """
     both = rows & than
-    common, new, gone = (times.interval(part.elements()) for part in (both, rows - both, than - both))
+    common, new, gone = (times.difference(part.elements(), ()) for part in (both, rows - both, than - both))
     fast, slow = common.us + new.us, common.us + gone.us
     ratio = slow / fast
     gradients = ((gone, 1 / fast, 1), (new, ratio / fast, -1), (common, abs(1 - ratio) / fast, -1 if ratio > 1 else 1))

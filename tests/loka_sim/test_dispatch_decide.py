@@ -10,6 +10,7 @@ from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.decide import Accuracy, Policy, decide_site, flat
 from loka_sim.dispatch.steps import speedup
 from loka_sim.modelspec import Dim, Site, linear_passes
+from perfmodel.step import combine
 
 PASSES = ("output", "grad_input", "grad_weight")
 SHAPE = SiteShape.of(Site("layer", "linear", linear_passes(Dim(0, 1), Dim(512), Dim(1024))), 2048)
@@ -212,8 +213,9 @@ def test_candidates_and_runner_up():
 def test_interval_of_sums():
     row, other = Row("torch/bf16", 1, 1, 1), Row("torch/bf16", 2, 2, 2)
     times = Times({row: Time(10, 9, 12), other: Time(20, 16, 23)})
-    # Equal launches are off together: 2 x 1 below, 2 x 2 above; the other one independently.
-    assert times.interval([row, row, other]) == pytest.approx((40, 40 - (2**2 + 4**2) ** 0.5, 40 + (4**2 + 3**2) ** 0.5))
+    # Equal launches are off together, so they go in as one entry with their total.
+    assert times.interval([row, other, row]) == pytest.approx(combine(np.array([20, 20]), np.array([18, 16]), np.array([24, 23])))
+    assert times.interval([]) == (0, 0, 0)
     assert times.difference([row, other], [other]) == pytest.approx((10, 9, 12))
     assert times.difference([row], [other]) == pytest.approx((-10, -10 - (1 + 9) ** 0.5, -10 + (4 + 16) ** 0.5))
 
