@@ -1,0 +1,384 @@
+"""A what-if document as the page shows it: positions on plots, rows in order, and every number already in words.
+
+The template only lays out; each figure here comes from the document, none is computed anew but shares and sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loka_sim.modelspec import PASSES
+from loka_sim.report import words
+from loka_sim.report.scale import Scale, linear_around, log_around
+
+SCATTER_HEIGHT = 340
+TOP_SITES = 12
+
+Record = dict[str, Any]
+
+
+def page(document: Record) -> Record:
+    """Everything that the template needs, of a document that fits the what-if schema."""
+    return {
+        "facts": _facts(document),
+        "verdict": _verdict(document),
+        "speedups": _speedups(document),
+        "steps": _steps(document),
+        "statuses": _statuses(document),
+        "scatter": _scatter(document),
+        "waterfall": _waterfall(document),
+        "sites": _sites(document),
+        "communication": _communication(document),
+        "trust": _trust(document),
+        "policy": {
+            "max_mere": words.percent(document["settings"]["max_mere"]),
+            "min_speedup": words.ratio(document["settings"]["min_speedup"]),
+        },
+        "document": document,
+    }
+
+
+def _facts(document: Record) -> list[tuple[str, str]]:
+    model, settings, statistics = document["model"], document["settings"], document["statistics"]
+    facts = [
+        ("hardware", f"{settings['gpus']} × {document['hardware']['name']}"),
+        ("batch", f"{settings['batch']:,} per GPU"),
+        ("GEMMs", f"{words.plural(model['sites'], 'site')}, {words.plural(model['passes'], 'pass')}"),
+        ("per step", words.count(model["flops"], "FLOP")),
+        ("parameters", f"{words.count(model['dense_parameters'])} dense"),
+    ]
+    if model["tables"]:
+        facts.append(("embeddings", f"{words.plural(model['tables'], 'table')}, {words.count(model['table_bytes'], 'B')}"))
+    facts.append(("mods", ", ".join(settings["mods"]) or "none"))
+    facts.append(("statistics", statistics["name"]))
+    return facts
+
+
+def _verdict(document: Record) -> Record:
+    verdict = document["verdict"]
+    return {
+        "speedup": words.ratio(verdict["speedup"]),
+        "interval": f"{words.ratio(verdict['speedup_low'])} to {words.ratio(verdict['speedup_high'])}",
+        "gemm_speedup": words.ratio(verdict["gemm_speedup"]),
+        "text": verdict["text"],
+        "pays": verdict["pays"],
+    }
+
+
+def _speedups(document: Record) -> Record:
+    """The dense step's speedup over bf16, decision first, each with its interval."""
+    steps = [step for step in document["steps"] if step["name"] != "bf16"]
+    steps.sort(key=lambda step: step["name"] != "decision")
+    threshold = document["settings"]["min_speedup"]
+    edges = [step[key] for step in steps for key in ("speedup_low", "speedup_high")]
+    scale = linear_around([1.0, threshold, *edges])
+    return {
+        "rows": [
+            {
+                "name": step["name"],
+                "label": step["label"],
+                "low": scale.at(step["speedup_low"]),
+                "width": round(scale.at(step["speedup_high"]) - scale.at(step["speedup_low"]), 3),
+                "at": scale.at(step["speedup"]),
+                "speedup": words.ratio(step["speedup"]),
+                "interval": f"{words.ratio(step['speedup_low'])} to {words.ratio(step['speedup_high'])}",
+                "tone": "good" if step["speedup_low"] > 1 else "bad" if step["speedup_high"] < 1 else "open",
+            }
+            for step in steps
+        ],
+        "one": scale.at(1.0),
+        "threshold": scale.at(threshold),
+        "ticks": [(scale.at(tick), words.ratio(tick)) for tick in scale.ticks(5)],
+    }
+
+
+def _steps(document: Record) -> Record:
+    steps = document["steps"]
+    reference = next((step for step in steps if step["name"] == "bf16"), None)
+    scale = Scale(0.0, 1.04 * max([step["step_high_us"] for step in steps] + [1e-9]))
+    rows = []
+    for step in steps:
+        quantize = step["quantize_us"]
+        parts = (("gemm", step["gemm_us"] - quantize), ("quantize", quantize), ("around", step["around_us"]))
+        unsafe = step["unsafe_passes"]
+        rows.append(
+            {
+                "name": step["name"],
+                "label": step["label"],
+                "description": step["description"],
+                "parts": [{"kind": kind, "width": scale.at(us), "us": words.micro(us)} for kind, us in parts],
+                "low": scale.at(step["step_low_us"]),
+                "width": round(scale.at(step["step_high_us"]) - scale.at(step["step_low_us"]), 3),
+                "us": words.micro(step["step_us"]),
+                "interval": f"{words.micro(step['step_low_us'])} to {words.micro(step['step_high_us'])}",
+                "speedup": words.ratio(step["speedup"]),
+                "fp8": words.plural(step["fp8_passes"], "FP8 pass"),
+                "unsafe": f"{unsafe} unsafe" if unsafe else "",
+            }
+        )
+    return {
+        "rows": rows,
+        "reference": scale.at(reference["step_us"]) if reference else None,
+        "ticks": [(scale.at(tick), f"{tick:,g}") for tick in scale.ticks(5)],
+    }
+
+
+def _statuses(document: Record) -> list[Record]:
+    counts = document["counts"]
+    passes, flops = (max(sum(counts[key].values()), 1) for key in ("passes", "flops"))
+    return [
+        {
+            "key": key,
+            "label": label,
+            "meaning": meaning,
+            "passes": counts["passes"][key],
+            "share": round(100 * counts["passes"][key] / passes, 3),
+            "flops_share": round(100 * counts["flops"][key] / flops, 3),
+            "flops": words.percent(counts["flops"][key] / flops),
+        }
+        for key, (label, meaning) in words.STATUSES.items()
+    ]
+
+
+def shown_candidate(decided: Record, max_mere: float) -> Record | None:
+    """The FP8 kernel that stands for a pass on the plot: the chosen one, else the best that was considered.
+
+    Of an unsafe pass that is the fastest; of one not worth it the fastest among the accurate, where there are any.
+    None where no FP8 kernel has both a predicted time and a predicted error.
+    """
+    drawable = [
+        candidate
+        for candidate in decided["candidates"]
+        if candidate["illegal"] is None and candidate["speedup"] and candidate["mere"]
+    ]
+    for candidate in drawable:
+        if candidate["kernel"] == decided["kernel"]:
+            return {**candidate, "speedup": decided["speedup"], "mere": decided["mere"] or candidate["mere"]}
+    if decided["status"] == "not_worth_it":
+        drawable = [candidate for candidate in drawable if candidate["mere"] < max_mere] or drawable
+    return max(drawable, key=lambda candidate: candidate["speedup"], default=None)
+
+
+def _scatter(document: Record) -> Record:
+    max_mere, min_speedup = document["settings"]["max_mere"], document["settings"]["min_speedup"]
+    drawn, missing = [], dict.fromkeys(words.STATUSES, 0)
+    for index, site in enumerate(document["sites"]):
+        for name, decided in site["passes"].items():
+            candidate = shown_candidate(decided, max_mere)
+            if candidate is None:
+                missing[decided["status"]] += 1
+            else:
+                drawn.append((index, site, name, decided, candidate))
+    x = log_around([1.0, min_speedup, *(entry[4]["speedup"] for entry in drawn)])
+    y = log_around([max_mere, max_mere / 4, *(entry[4]["mere"] for entry in drawn)])
+    longest = max((entry[3]["bf16_us"] for entry in drawn), default=1.0) or 1.0
+    # Large ones first, so that small ones stay visible on top of them.
+    drawn.sort(key=lambda entry: -entry[3]["bf16_us"])
+
+    def height(value: float) -> float:
+        return round((100 - y.at(value)) * SCATTER_HEIGHT / 100, 2)
+
+    points = [
+        {
+            "site": index,
+            "status": decided["status"],
+            "x": x.at(candidate["speedup"]),
+            "y": height(candidate["mere"]),
+            "r": round(3.2 + 8.5 * (decided["bf16_us"] / longest) ** 0.5, 2),
+            "tip": f"{site['name']}, {words.PASSES[name]}\n"
+            f"{words.STATUSES[decided['status']][0]}: {words.kernel(candidate['kernel'])} at "
+            f"{words.ratio(candidate['speedup'])}, MERE {words.percent(candidate['mere'])}\n"
+            f"{decided['m']:,} × {decided['n']:,} × {decided['k']:,}, bf16 {words.micro(decided['bf16_us'])} µs\n"
+            f"{decided['reason']}",
+        }
+        for index, site, name, decided, candidate in drawn
+    ]
+    left_out = [f"{words.plural(n, 'pass')} {words.STATUSES[key][0]}" for key, n in missing.items() if n]
+    return {
+        "points": points,
+        "height": SCATTER_HEIGHT,
+        "one": x.at(1.0),
+        "min_speedup": x.at(min_speedup),
+        "max_mere": height(max_mere),
+        "x_ticks": [(x.at(tick), f"{tick:g}×") for tick in x.ticks(7)],
+        "y_ticks": [(height(tick), f"{100 * tick:g}%") for tick in y.ticks(6)],
+        "left_out": ", ".join(left_out),
+        "statuses": [key for key in words.STATUSES if any(point["status"] == key for point in points)],
+    }
+
+
+def _waterfall(document: Record) -> Record:
+    """The sites that gain most, each starting where the one above it ended."""
+    gaining = sorted((site for site in document["sites"] if site["gain_us"] > 0), key=lambda site: -site["gain_us"])
+    total = sum(site["gain_us"] for site in gaining)
+    rows, run = [], 0.0
+    entries = [(site["name"], site["gain_us"], site["speedup"]) for site in gaining[:TOP_SITES]]
+    rest = gaining[TOP_SITES:]
+    if rest:
+        entries.append((words.plural(len(rest), "more site"), sum(site["gain_us"] for site in rest), None))
+    for name, gain, speedup in entries:
+        rows.append(
+            {
+                "name": name,
+                "gain": words.micro(gain),
+                "speedup": words.ratio(speedup) if speedup else "",
+                "start": round(100 * run / total, 3),
+                "width": round(100 * gain / total, 3),
+                "cumulative": words.percent((run + gain) / total),
+                "rest": speedup is None,
+            }
+        )
+        run += gain
+    return {"rows": rows, "total": words.micro(total), "sites": len(gaining)}
+
+
+def _sites(document: Record) -> list[Record]:
+    """Sites for the table, the greatest gain first and then the longest."""
+    sites = document["sites"]
+    longest = max((max(site["bf16_us"], site["predicted_us"]) for site in sites), default=1.0) or 1.0
+    order = sorted(range(len(sites)), key=lambda i: (-sites[i]["gain_us"], -sites[i]["bf16_us"], i))
+    return [_site(index, sites[index], longest) for index in order]
+
+
+def _site(index: int, site: Record, longest: float) -> Record:
+    passes = {name: site["passes"][name] for name in PASSES if name in site["passes"]}
+    output = passes["output"]
+    rivals = {name: rival(p) for name, p in passes.items()}
+    edges = [p[key] for p in passes.values() for key in ("bf16_high_us", "predicted_high_us")]
+    edges += [candidate["total_high_us"] for candidate in rivals.values() if candidate]
+    scale = Scale(0.0, 1.03 * max([*edges, 1e-9]))
+    errors = [p["mere"] for p in passes.values() if p["mere"] is not None]
+    follows = [site["norm"], site["activation"]]
+    return {
+        "index": index,
+        "name": site["name"],
+        "shape": f"{'' if site['op'] == 'linear' else site['op'] + ' '}{output['n']:,} × {output['k']:,}",
+        "follows": ", ".join(word for word in follows if word),
+        "statistics": site["statistics"],
+        "bf16": words.micro(site["bf16_us"]),
+        "predicted": words.micro(site["predicted_us"]),
+        "gain": words.micro(site["gain_us"]) if site["gain_us"] else "0",
+        "speedup": words.ratio(site["speedup"]),
+        "error": words.percent(max(errors)) if errors else "–",
+        "before_width": round(100 * site["bf16_us"] / longest, 2),
+        "after_width": round(100 * site["predicted_us"] / longest, 2),
+        "statuses": " ".join(dict.fromkeys(p["status"] for p in passes.values())),
+        "gains": site["gain_us"] > 0,
+        "sort": {
+            "name": site["name"],
+            "bf16": f"{site['bf16_us']:.6g}",
+            "predicted": f"{site['predicted_us']:.6g}",
+            "gain": f"{site['gain_us']:.6g}",
+            "error": f"{max(errors, default=-1):.6g}",
+        },
+        "passes": [_pass(name, passes[name], rivals[name], scale) if name in passes else {"missing": name} for name in PASSES],
+        "out_of_sweep": any(not p["in_sweep"] for p in passes.values()),
+    }
+
+
+def rival(decided: Record) -> Record | None:
+    """The FP8 kernel that a bf16 decision is drawn against: the fastest that may run. None beside a chosen one."""
+    if decided["status"] == "fast":
+        return None
+    legal = [c for c in decided["candidates"] if c["illegal"] is None and not _is_bf16(c["kernel"])]
+    return min(legal, key=lambda candidate: candidate["total_us"], default=None)
+
+
+def _is_bf16(kernel: str) -> bool:
+    return kernel.startswith("torch/bf16")
+
+
+def _pass(name: str, decided: Record, rival: Record | None, scale: Scale) -> Record:
+    def interval(value: float, low: float, high: float) -> Record:
+        start, end = scale.at(low), scale.at(high)
+        return {"low": start, "width": round(end - start, 3), "at": scale.at(value)}
+
+    other = (
+        interval(rival["total_us"], rival["total_low_us"], rival["total_high_us"])
+        if rival
+        else interval(decided["predicted_us"], decided["predicted_low_us"], decided["predicted_high_us"])
+    )
+    runner_up = decided["runner_up"]
+    fp8 = decided["status"] == "fast"
+    groups = f" × {decided['groups']:,} groups" if decided["groups"] != 1 else ""
+    return {
+        "missing": None,
+        "name": words.PASSES[name],
+        "status": decided["status"],
+        "status_label": words.STATUSES[decided["status"]][0],
+        "kernel": words.kernel(decided["kernel"]),
+        "full_kernel": decided["kernel"],
+        "speedup": words.ratio(decided["speedup"]) if fp8 else "",
+        "shape": f"{decided['m']:,} × {decided['n']:,} × {decided['k']:,}{groups}",
+        "bf16_us": words.micro(decided["bf16_us"]),
+        "predicted_us": words.micro(decided["predicted_us"]),
+        "predicted_interval": f"{words.micro(decided['predicted_low_us'])} to {words.micro(decided['predicted_high_us'])}",
+        "gemm_us": words.micro(decided["gemm_us"]),
+        "quantize_us": words.micro(decided["quantize_us"]) if decided["quantize_us"] else "",
+        "bf16_interval": f"{words.micro(decided['bf16_low_us'])} to {words.micro(decided['bf16_high_us'])}",
+        "rival": f"{words.kernel(rival['kernel'])} {words.micro(rival['total_us'])} µs" if rival else "",
+        "before": interval(decided["bf16_us"], decided["bf16_low_us"], decided["bf16_high_us"]),
+        "after": other if rival or fp8 else None,
+        "mere": words.percent(decided["mere"]) if decided["mere"] is not None else "",
+        "sqnr": f"{decided['sqnr_db']:.1f} dB" if decided["sqnr_db"] is not None else "",
+        "reason": decided["reason"],
+        "in_sweep": decided["in_sweep"],
+        "runner_up": f"{words.kernel(runner_up['kernel'])}, {words.micro(runner_up['total_us'])} µs"
+        if runner_up and (rival is None or runner_up["kernel"] != rival["kernel"])
+        else "",
+        "candidates": [
+            {
+                "kernel": words.kernel(candidate["kernel"]),
+                "illegal": candidate["illegal"],
+                "chosen": candidate["kernel"] == decided["kernel"],
+                "speedup": words.ratio(candidate["speedup"]) if candidate["speedup"] else "",
+                "mere": words.percent(candidate["mere"]) if candidate["mere"] is not None else "",
+            }
+            for candidate in decided["candidates"]
+            if not _is_bf16(candidate["kernel"])
+        ],
+    }
+
+
+def _communication(document: Record) -> Record | None:
+    found = document["communication"]
+    if found is None:
+        return None
+    rows = [
+        ("all-to-all, embeddings", words.count(found["all_to_all_bytes"], "B"), words.micro(found["all_to_all_us"])),
+        ("all-reduce, dense gradients", words.count(found["all_reduce_bytes"], "B"), words.micro(found["all_reduce_us"])),
+        ("exposed, nothing overlapped", "", words.micro(found["exposed_us"])),
+        ("step with it, as decided", "", words.micro(found["step_us"])),
+    ]
+    return {"gpus": found["gpus"], "rows": rows, "speedup": words.ratio(found["speedup"]), "text": found["text"]}
+
+
+def _trust(document: Record) -> Record:
+    statistics, held_out = document["statistics"], document["hardware"]["held_out"]
+    matched = statistics["sites"]
+    total = max(sum(matched.values()), 1)
+    labels = {"exact": "same site", "role": "site of the same role", "assumed": "assumed, none found"}
+    outside = [
+        f"{site['name']}, {words.PASSES[name]}"
+        for site in document["sites"]
+        for name, decided in site["passes"].items()
+        if not decided["in_sweep"]
+    ]
+    return {
+        "matched": [
+            {"key": key, "label": label, "sites": matched[key], "share": round(100 * matched[key] / total, 3)}
+            for key, label in labels.items()
+        ],
+        "held_out": held_out
+        and {
+            "mape": f"{held_out['mape_percent']:.1f}%",
+            "regret": None if held_out["regret_percent"] is None else f"{held_out['regret_percent']:.2f}%",
+            "kernels": sorted((name, f"{value:.1f}%", value) for name, value in held_out["kernels"].items()),
+            "worst": max([*held_out["kernels"].values(), 1e-9]),
+            "command": held_out["command"],
+        },
+        "warnings": [entry["text"] for entry in document["statements"] if entry["level"] == "warning"],
+        "notes": [entry["text"] for entry in document["statements"] if entry["level"] != "warning"],
+        "unaccounted": document["model"]["unaccounted"],
+        "outside": outside,
+    }
