@@ -17,8 +17,11 @@ def gpu_state(index: int = 0) -> dict[str, float | str]:
     """
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits", "-i", str(index)]
     line = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    units = {"clocks.sm": "sm_mhz", "clocks.mem": "memory_mhz", "clocks.max.sm": "max_sm_mhz", "power.draw": "power_w",
-             "power.limit": "power_limit_w", "temperature.gpu": "temperature_c", "driver_version": "driver", "name": "gpu"}  # fmt: skip
+    units = {
+        "name": "gpu", "driver_version": "driver", "clocks.sm": "sm_mhz", "clocks.mem": "memory_mhz",
+        "clocks.max.sm": "max_sm_mhz", "power.draw": "power_w", "power.limit": "power_limit_w",
+        "temperature.gpu": "temperature_c",
+    }  # fmt: skip
     state: dict[str, float | str] = {}
     for key, value in zip(_QUERY, line.split(", "), strict=True):
         try:

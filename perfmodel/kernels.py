@@ -78,8 +78,8 @@ KERNELS: dict[str, KernelSpec] = {
         _fp8("fp8_tensorwise_split", *_TENSORWISE, "hopper_split", "quantize_tensorwise", "quantize_tensorwise", **_SIXTEEN),
         _fp8("fp8_rowwise_fast", *_ROWWISE, "hopper_fast", "quantize_rowwise", "quantize_rowwise", **_SIXTEEN),
         _fp8("fp8_rowwise_split", *_ROWWISE, "hopper_split", "quantize_rowwise", "quantize_rowwise", **_SIXTEEN),
-        _fp8("fp8_block128", "e4m3/block1x128", "e4m3/block128x128", "hopper_split", "quantize_block1x128", "quantize_block128x128",
-             multiple_m=4, multiple_n=128, multiple_k=128),
+        _fp8("fp8_block128", "e4m3/block1x128", "e4m3/block128x128", "hopper_split",
+             "quantize_block1x128", "quantize_block128x128", multiple_m=4, multiple_n=128, multiple_k=128),
         # Quantization: row-major bf16 (rows, cols) in; e4m3 and FP32 scales out, compiled by torch.compile.
         # `_transposed`: the e4m3 result is (cols, rows) row-major and scaled along rows, as grad_weight needs it.
         KernelSpec("torch/quantize_tensorwise", "quantize"),

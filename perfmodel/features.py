@@ -1,0 +1,78 @@
+"""What the learned model sees of a kernel call: sizes, roofline terms, tiles, waves, alignment."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from perfmodel.hardware import HardwareSpec
+from perfmodel.kernels import KERNELS
+from perfmodel.roofline import flops, moved_bytes
+
+Array = npt.NDArray[np.float64]
+
+# Output tiles that cuBLAS and CUTLASS use on Hopper for bf16 and FP8 (M x N).
+TILES = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 128))
+
+
+def _alignment(size: Array, most: int = 256) -> Array:
+    """log2 of the largest power of two that divides `size`, at most `most`."""
+    whole = size.astype(np.int64)
+    return np.log2(np.minimum(whole & -whole, most))
+
+
+def _waves(tiles: Array, multiprocessors: int) -> tuple[Array, Array]:
+    waves = tiles / multiprocessors
+    return np.log2(waves), waves / np.ceil(waves)
+
+
+def gemm_features(kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec) -> tuple[list[str], Array]:
+    """Names and (rows, features) matrix for a GEMM kernel."""
+    spec = KERNELS[kernel]
+    work, moved = flops(spec, m, n, k, groups), moved_bytes(spec, m, n, k, groups)
+    element = 1.0 if spec.is_fp8 else 2.0
+    columns: dict[str, Array] = {
+        "log2_m": np.log2(m), "log2_n": np.log2(n), "log2_k": np.log2(k), "log2_groups": np.log2(groups),
+        "log2_flops": np.log2(work), "log2_bytes": np.log2(moved), "log2_intensity": np.log2(work / moved),
+        "align_m": _alignment(m), "align_n": _alignment(n), "align_k": _alignment(k),
+        "l2_share": np.log2(moved / hardware.l2_bytes),
+        "log2_output_bytes": np.log2(2.0 * groups * m * n), "log2_weight_bytes": np.log2(element * n * k * groups),
+        "log2_m_over_n": np.log2(m / n), "log2_k_over_mn": np.log2(k / np.sqrt(m * n)),
+    }  # fmt: skip
+    for tile_m, tile_n in TILES:
+        tiles = np.ceil(m / tile_m) * np.ceil(n / tile_n) * groups
+        name = f"{tile_m}x{tile_n}"
+        columns[f"log2_waves_{name}"], columns[f"wave_fill_{name}"] = _waves(tiles, hardware.multiprocessors)
+        columns[f"tile_fill_{name}"] = groups * m * n / (tiles * tile_m * tile_n)
+        # Time of whole waves if each multiprocessor did one tile at its share of the peak: what quantization adds.
+        columns[f"log2_wave_work_{name}"] = np.log2(np.ceil(tiles / hardware.multiprocessors) * tile_m * tile_n * k)
+    return list(columns), np.stack(list(columns.values()), axis=1)
+
+
+def memory_features(kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec) -> tuple[list[str], Array]:
+    """Names and (rows, features) matrix for a memory-bound kernel on (rows, columns) = (m, k)."""
+    moved = moved_bytes(KERNELS[kernel], m, n, k, groups)
+    columns: dict[str, Array] = {
+        "log2_rows": np.log2(m), "log2_columns": np.log2(k), "log2_bytes": np.log2(moved),
+        "l2_share": np.log2(moved / hardware.l2_bytes), "align_rows": _alignment(m), "align_columns": _alignment(k, 2048),
+        "log2_rows_over_columns": np.log2(m / k),
+        # A block of a reduction is a power of two: a row of 1,040 columns costs as one of 2,048.
+        "row_fill": k / 2.0 ** np.ceil(np.log2(k)),
+        "log2_row_waves": np.log2(m / hardware.multiprocessors), "log2_column_waves": np.log2(k / hardware.multiprocessors),
+    }  # fmt: skip
+    return list(columns), np.stack(list(columns.values()), axis=1)
+
+
+def features(kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec) -> tuple[list[str], Array]:
+    """Feature names and matrix of calls of one kernel.
+
+    Args:
+        kernel: A name of `perfmodel.kernels.KERNELS`.
+        m: Rows, a 1-D array.
+        n: Columns of the result (1 for a memory-bound kernel).
+        k: Contracted dimension (columns of a memory-bound kernel's input).
+        groups: Products in one call.
+        hardware: The GPU.
+    """
+    make = gemm_features if "gemm" in KERNELS[kernel].kind else memory_features
+    return make(kernel, m, n, k, groups, hardware)

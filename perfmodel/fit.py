@@ -1,0 +1,192 @@
+"""Fit the kernel-time model on measured timings and judge it on shapes that it has not seen.
+
+    python -m perfmodel.fit --hardware h200
+
+Accuracy comes from cross-validation whose folds are whole shapes: every kernel's row of a shape is held out together.
+The same held-out residuals calibrate the intervals. The shipped trees are then fitted on everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from perfmodel import hardware as hardware_module
+from perfmodel.data_folder import data_folder
+from perfmodel.features import features
+from perfmodel.hardware import HardwareSpec
+from perfmodel.kernels import GEMM_KERNELS, KERNELS
+from perfmodel.model import SIZE_CLASSES_US, baseline_us, columns_of, model_file, size_class
+
+PARAMETERS: dict[str, Any] = {
+    "max_depth": 6, "eta": 0.05, "subsample": 0.8, "colsample_bytree": 0.6, "min_child_weight": 2.0,
+    "objective": "reg:squarederror", "nthread": 2, "seed": 0,
+}  # fmt: skip
+ROUNDS = 500
+FOLDS = 5
+SHAPE = ["m", "n", "k", "groups"]
+COVERAGE = 0.90
+# A size class with fewer held-out rows takes its interval from all of the kernel's rows.
+LEAST_ROWS = 40
+
+
+def read_timings(hardware: str) -> pd.DataFrame:
+    """All measured rows of a GPU; a shape measured in several runs of one sweep keeps every row."""
+    files = sorted((data_folder() / hardware).glob("*.parquet"))
+    frames = [pd.read_parquet(path) for path in files if path.stem in ("gemm", "memory")]
+    if not frames:
+        raise FileNotFoundError(f"no timings under {data_folder() / hardware}; measure them with: python -m hil.collect")
+    return pd.concat(frames, ignore_index=True)
+
+
+def train(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec) -> Any:
+    """Trees for one kernel, fitted to log(time / baseline)."""
+    import xgboost
+
+    sizes = columns_of(rows)
+    names, matrix = features(kernel, *sizes, hardware)
+    target = np.log(rows["p50_us"].to_numpy() / baseline_us(kernel, *sizes, hardware))
+    return xgboost.train(PARAMETERS, xgboost.DMatrix(matrix, target, feature_names=names), ROUNDS)
+
+
+def predict(booster: Any, kernel: str, rows: pd.DataFrame, hardware: HardwareSpec) -> np.ndarray:
+    """Times in microseconds of one kernel's rows."""
+    sizes = columns_of(rows)
+    _, matrix = features(kernel, *sizes, hardware)
+    return baseline_us(kernel, *sizes, hardware) * np.exp(booster.inplace_predict(matrix))
+
+
+def folds_of(timings: pd.DataFrame, folds: int = FOLDS, seed: int = 0) -> np.ndarray:
+    """Fold of each row; all kernels of one shape share theirs."""
+    shape = timings.groupby(SHAPE).ngroup().to_numpy()
+    return np.random.default_rng(seed).permutation(shape.max() + 1)[shape] % folds
+
+
+def held_out(timings: pd.DataFrame, hardware: HardwareSpec) -> np.ndarray:
+    """Each row's time as predicted by trees that saw no row of its shape, in microseconds."""
+    fold = folds_of(timings)
+    result = np.full(len(timings), np.nan)
+    for kernel, index in timings.groupby("kernel").indices.items():
+        rows = timings.iloc[index]
+        for number in range(FOLDS):
+            test = fold[index] == number
+            if test.any() and not test.all():
+                booster = train(str(kernel), rows[~test], hardware)
+                result[index[test]] = predict(booster, str(kernel), rows[test], hardware)
+        print(f"held out {kernel}: {len(rows)} rows", file=sys.stderr)
+    return result
+
+
+def interval_factors(measured: np.ndarray, predicted: np.ndarray) -> list[list[float]]:
+    """Factors on a prediction that hold 90% of held-out measurements, per size class.
+
+    Split-conformal: the quantile of each class's held-out ratios, with the finite-sample correction.
+    """
+    ratio, classes = measured / predicted, size_class(predicted)
+
+    def bounds(values: np.ndarray) -> list[float]:
+        tail = (1 - COVERAGE) / 2
+        rank = min(1.0, (1 - tail) * (len(values) + 1) / len(values))
+        return [float(np.quantile(values, 1 - rank)), float(np.quantile(values, rank))]
+
+    everywhere = bounds(ratio)
+    result = []
+    for number in range(len(SIZE_CLASSES_US) + 1):
+        chosen = ratio[classes == number]
+        result.append(bounds(chosen) if len(chosen) >= LEAST_ROWS else everywhere)
+    return result
+
+
+def accuracy(measured: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
+    """MAPE, median, 90th percentile and worst absolute relative error."""
+    error = np.abs(predicted / measured - 1)
+    return {
+        "n": len(error), "mape": float(error.mean()), "median": float(np.median(error)),
+        "p90": float(np.quantile(error, 0.9)), "worst": float(error.max()),
+    }  # fmt: skip
+
+
+def choice_regret(timings: pd.DataFrame, predicted: np.ndarray) -> dict[str, float]:
+    """What choosing each shape's GEMM kernel by prediction costs against the measured best.
+
+    Only shapes with at least one legal FP8 kernel. Quantization is not part of it: see `benchmarks/choice.py` for that.
+    """
+    frame = timings.assign(predicted=predicted)
+    frame = frame[frame["kernel"].isin(GEMM_KERNELS)]
+    best = frame.loc[frame.groupby(SHAPE)["p50_us"].idxmin()].set_index(SHAPE)["p50_us"]
+    chosen = frame.loc[frame.groupby(SHAPE)["predicted"].idxmin()].set_index(SHAPE)["p50_us"]
+    several = frame.groupby(SHAPE)["kernel"].nunique() > 1
+    ratio = (chosen / best)[several]
+    return {
+        "shapes": len(ratio), "right": float((ratio == 1).mean()), "geomean": float(np.exp(np.log(ratio).mean()) - 1),
+        "p90": float(ratio.quantile(0.9) - 1), "worst": float(ratio.max() - 1),
+    }  # fmt: skip
+
+
+def fit(hardware_name: str, folder: Path | None = None) -> dict[str, Any]:
+    """Cross-validate, fit on everything, write the trees and the manifest; returns the manifest."""
+    hardware = hardware_module.load(hardware_name)
+    timings = read_timings(hardware_name)
+    predicted = held_out(timings, hardware)
+    measured = timings["p50_us"].to_numpy()
+    target = folder or data_folder() / hardware_name / "models"
+    target.mkdir(parents=True, exist_ok=True)
+    kernels: dict[str, Any] = {}
+    for kernel, index in timings.groupby("kernel").indices.items():
+        rows = timings.iloc[index]
+        booster = train(str(kernel), rows, hardware)
+        (target / model_file(str(kernel))).write_bytes(gzip.compress(bytes(booster.save_raw("ubj")), 9, mtime=0))
+        sizes = dict(zip(SHAPE, columns_of(rows), strict=True))
+        sizes["product"] = sizes["m"] * sizes["n"] * sizes["k"] * sizes["groups"]
+        kernels[str(kernel)] = {
+            "held_out": accuracy(measured[index], predicted[index]),
+            "interval_factors": interval_factors(measured[index], predicted[index]),
+            "range": {name: [float(values.min()), float(values.max())] for name, values in sizes.items()},
+        }
+    manifest = {
+        "schema_version": 1,
+        "hardware": hardware_name,
+        "command": f"python -m perfmodel.fit --hardware {hardware_name}",
+        "rows": len(timings),
+        "shapes": int(timings.groupby(SHAPE).ngroups),
+        "held_out": f"{FOLDS}-fold cross-validation by whole shapes",
+        "choice_regret": choice_regret(timings, predicted),
+        "kernels": kernels,
+    }
+    (target / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    return manifest
+
+
+def table(manifest: dict[str, Any]) -> str:
+    """The manifest's accuracy as text, a row a kernel."""
+    lines = [f"{'kernel':38s} {'rows':>6s} {'MAPE':>7s} {'median':>7s} {'p90':>7s} {'worst':>7s}"]
+    for kernel in (name for name in KERNELS if name in manifest["kernels"]):
+        a = manifest["kernels"][kernel]["held_out"]
+        lines.append(f"{kernel:38s} {a['n']:6d} {a['mape']:7.1%} {a['median']:7.1%} {a['p90']:7.1%} {a['worst']:7.1%}")
+    r = manifest["choice_regret"]
+    lines.append(
+        f"GEMM kernel choice on {r['shapes']} held-out shapes: right {r['right']:.1%}, "
+        f"regret {r['geomean']:.2%} (geometric mean), p90 {r['p90']:.1%}, worst {r['worst']:.0%}"
+    )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m perfmodel.fit", description=__doc__.splitlines()[0])
+    parser.add_argument("--hardware", default="h200")
+    parser.add_argument("--out", type=Path, help="folder for the trees (default: data/<hardware>/models)")
+    options = parser.parse_args(arguments)
+    print(table(fit(options.hardware, options.out)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
