@@ -120,7 +120,7 @@ def plan(table: dict[str, Any]) -> Plan:
     losses: list[Loss] = []
     modules: dict[str, dict[str, list[tuple[Choice, dict[str, Any], str]]]] = {}
     for site in table["sites"]:
-        module = site["name"].partition("#")[0]
+        module = module_of(site["name"])
         obstacle = _no_linear(site, module)
         if obstacle is None:
             linears[module] = (site["n"], site["k"])
@@ -138,11 +138,18 @@ def plan(table: dict[str, Any]) -> Plan:
                 modules.setdefault(module, {}).setdefault(name, []).append((choice, decision, site["name"]))
     groups: dict[tuple[Choice, Choice, Choice], list[str]] = {}
     for module, passes in modules.items():
-        # A backward GEMM that the model does not compute is never launched: bf16 says nothing of it.
+        # A backward GEMM that the model does not compute stays in bf16: torchao's eager backward multiplies
+        # nevertheless, torch.compile leaves it out.
         output, grad_input, grad_weight = _settle(passes, losses)
         if output.is_fp8 or grad_input.is_fp8 or grad_weight.is_fp8:
             groups.setdefault((output, grad_input, grad_weight), []).append(module)
     return Plan(linears, frozenset(others - set(linears)), groups, tuple(losses))
+
+
+def module_of(site: str) -> str:
+    """A site's module as `named_modules` calls it: the second call's mark taken off, the model itself nameless."""
+    module = site.partition("#")[0]
+    return "" if module == "(root)" else module
 
 
 def _no_linear(site: dict[str, Any], module: str) -> str | None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from loka_sim.capture import capture
 from loka_sim.dispatch.export import export, export_with_notes
 from loka_sim.errors import DataError, UserError
-from loka_sim.zoo import build
+from loka_sim.zoo import build, example_inputs
 from perfmodel.kernels import KERNELS
 
 BF16, BLOCK = "torch/bf16", "torch/fp8_block128"
@@ -36,7 +37,7 @@ def site(name, n, k, kernels, op="linear", weight="", m=64, runner_up=None):
     passes = {
         name: decision(kernel, *shapes[name], runner_up) for name, kernel in zip(PASSES, kernels, strict=False) if kernel
     }
-    weight = f"{name.partition('#')[0]}.weight".lstrip(".") if weight == "" else weight
+    weight = f"{name.partition('#')[0]}.weight".removeprefix("(root).") if weight == "" else weight
     return {"name": name, "op": op, "weight": weight, "n": n, "k": k, "passes": passes}
 
 
@@ -129,7 +130,7 @@ def test_exactly_the_tables_modules_are_converted(load):
     torch.manual_seed(0)
     model = Tower()
     table = table_for(model, tower_kernels)
-    table["sites"].insert(5, site("", 32, 32, (BF16,) * 3, op="matmul", weight="mix"))
+    table["sites"].insert(5, site("(root)", 32, 32, (BF16,) * 3, op="matmul", weight="mix"))
     parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
     exported = load(table)
     assert exported.convert(model) is model
@@ -139,17 +140,55 @@ def test_exactly_the_tables_modules_are_converted(load):
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == parameters
 
 
-@pytest.mark.parametrize("name", ["dlrm-small", "wukong-small", "interformer-small"])
+def captured(model, inputs, kernels_of):
+    """A table whose sites are those that capture finds."""
+    spec = capture(model, inputs, name="captured")
+    sites = []
+    for found in spec.sites:
+        m, n, k = found.passes["output"].shape(spec.batch)
+        kernels = kernels_of(found.name) if found.weight else (BF16,) * 3
+        kept = [kernel if name in found.passes else None for name, kernel in zip(PASSES, kernels, strict=True)]
+        sites.append(site(found.name, n, k, kept, op=found.op, weight=found.weight, m=m))
+    return table_of(sites)
+
+
+def test_captured_sites_are_found_again(load):
+    """Names, shapes and parameters as capture writes them: a layer called twice, a parameter of the model itself."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    model = Tower()
+    exported = load(captured(model, (torch.randn(64, 32),), lambda _: ROWWISE))
+    assert set(exported.SITES) == set(linears(model))
+    exported.convert(model)
+    converted = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+    assert converted == set(exported.SITES)
+    # The first layer's input needs no gradient, and the model computes none.
+    assert configured(model.blocks[0]["up"]) == (ROWWISE[0], BF16, ROWWISE[2])
+
+    single = nn.Linear(32, 16)
+    exported = load(captured(single, (torch.randn(64, 32),), lambda _: ROWWISE))
+    assert isinstance(exported.convert(single), Float8Linear)
+
+    attention = nn.MultiheadAttention(32, 2)
+    exported = load(captured(attention, (torch.randn(64, 5, 32),) * 3, lambda _: ROWWISE))
+    assert exported.SITES == {} and exported.convert(attention) is attention
+
+
+@pytest.mark.parametrize("name", ["dlrm-small", "dcnv2-small", "wukong-small", "interformer-small"])
 def test_a_zoo_model_gets_what_its_table_says(load, name):
     from torchao.float8.float8_linear import Float8Linear
 
     model = build(name)
     cycle = itertools.cycle([MIXED, (BF16,) * 3, ROWWISE])
     wanted = {layer: next(cycle) for layer in linears(model)}
-    load(table_for(model, lambda layer, _: wanted[layer])).convert(model)
+    table = captured(model, example_inputs(name, 512), lambda site: wanted.get(site, (BF16,) * 3))
+    computed = {site["name"]: set(site["passes"]) for site in table["sites"]}
+    load(table).convert(model)
     found = {layer: configured(m) for layer, m in linears(model).items() if isinstance(m, Float8Linear)}
-    assert found == {layer: kernels for layer, kernels in wanted.items() if kernels != (BF16,) * 3}
-    assert len(found) >= 2
+    assert len(found) >= 4
+    for layer, kernels in wanted.items():
+        kernels = tuple(k if p in computed[layer] else BF16 for p, k in zip(PASSES, kernels, strict=True))
+        assert found.get(layer, (BF16,) * 3) == kernels
 
 
 def test_every_mix_of_kernels_is_expressed_and_runs(load):
@@ -202,7 +241,7 @@ def test_a_loss_falls_as_it_does_in_bf16(load):
         model = Tower().bfloat16()
         if convert:
             table = table_for(model, lambda name, _: ROWWISE)
-            table["sites"].append(site("", 32, 32, (BF16,) * 3, op="matmul", weight="mix"))
+            table["sites"].append(site("(root)", 32, 32, (BF16,) * 3, op="matmul", weight="mix"))
             load(table).convert(model, emulate=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         x, target = torch.randn(64, 32, dtype=torch.bfloat16), torch.randn(64, 16, dtype=torch.bfloat16)
@@ -393,7 +432,7 @@ def test_one_format_per_operand(load):
 
 def test_one_linear_layer_is_a_model_too(load):
     model = nn.Linear(32, 32)
-    converted = load(table_of([site("", 32, 32, ROWWISE)])).convert(model)
+    converted = load(table_of([site("(root)", 32, 32, ROWWISE)])).convert(model)
     assert configured(converted) == ROWWISE and converted.weight is model.weight
 
 
