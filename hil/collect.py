@@ -26,7 +26,7 @@ from typing import Any
 import pandas as pd
 
 from hil.kernels.base import Runner, Shape
-from hil.shapes import batched_shapes, gemm_shapes, memory_shapes
+from hil.shapes import SWEEPS
 from perfmodel.kernels import KERNELS
 
 COLUMNS = (
@@ -121,11 +121,11 @@ def _locked_autotune(lock: AbstractContextManager[Any]) -> Iterator[None]:
         with lock:
             return original(self, *args, **kwargs)
 
-    CachingAutotuner.benchmark_all_configs = benchmark
+    CachingAutotuner.benchmark_all_configs = benchmark  # type: ignore[method-assign]
     try:
         yield
     finally:
-        CachingAutotuner.benchmark_all_configs = original
+        CachingAutotuner.benchmark_all_configs = original  # type: ignore[method-assign]
 
 
 def _worker(index: int, shapes: list[Shape], kinds: Sequence[str], lock: Any, queue: Any, deadline: float) -> None:
@@ -242,9 +242,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hil.collect", description=__doc__.splitlines()[0])
     parser.add_argument("family", choices=sorted(FAMILIES), help="gemm: GEMMs; memory: quantization, layout, norms, activations")
     parser.add_argument("--out", type=Path, required=True, help="folder of the parquet file, extended if it is there")
-    parser.add_argument("--count", type=int, default=None, help="shapes to draw (default 1700 GEMMs and 160 batched, or 320)")
+    parser.add_argument("--count", type=int, default=None, help="shapes to draw (default: the sweep's own)")
     parser.add_argument("--shapes", type=Path, help="CSV with columns m,n,k[,groups] to measure instead of drawn shapes")
-    parser.add_argument("--sweep", default="lrm", help="what to call this set of shapes in the column `sweep`")
+    parser.add_argument("--sweep", default="lrm", help="which shapes to draw, or what to call those of --shapes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=9.0, help="stop in time and keep what is measured")
     parser.add_argument("--workers", type=int, default=1, help="processes that compile in parallel (they measure one at a time)")
@@ -259,27 +259,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if options.shapes:
         shapes = read_shapes(options.shapes)
-    elif options.family == "gemm":
-        count = options.count or 1700
-        shapes = gemm_shapes(count, options.seed)
-        batched = batched_shapes(max(1, count // 10), options.seed)
-        step = max(1, len(shapes) // len(batched))
-        for position, shape in enumerate(batched):
-            shapes.insert(position * (step + 1), shape)
+    elif (options.family, options.sweep) in SWEEPS:
+        draw, count = SWEEPS[options.family, options.sweep]
+        shapes = draw(options.count or count, options.seed)
     else:
-        shapes = memory_shapes(options.count or 320, options.seed)
+        known = ", ".join(sweep for family, sweep in SWEEPS if family == options.family)
+        parser.error(f"--sweep {options.sweep} is none of {known}; name one, or give --shapes")
 
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"{options.family}.parquet"
     sidecar_path = path.with_suffix(".json")
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[Any, Any]] = []
     runs: list[dict[str, Any]] = []
     if path.exists():
         rows = pd.read_parquet(path).to_dict("records")
         runs = json.loads(sidecar_path.read_text())["runs"]
-        known = {(r["m"], r["n"], r["k"], r["groups"]) for r in rows if r["sweep"] == options.sweep}
-        shapes = [s for s in shapes if (s.m, s.n, s.k, s.groups) not in known]
-    command = f"python -m hil.collect {shlex.join(arguments if arguments is not None else sys.argv[1:])}"
+        measured = {(r["m"], r["n"], r["k"], r["groups"]) for r in rows if r["sweep"] == options.sweep}
+        shapes = [s for s in shapes if (s.m, s.n, s.k, s.groups) not in measured]
+    given = list(arguments if arguments is not None else sys.argv[1:])
+    # The folders and files of one machine mean nothing on another: record the last parts of their paths.
+    given = [f"{Path(word).parent.name}/{Path(word).name}" if "/" in word else word for word in given]
+    command = f"python -m hil.collect {shlex.join(given)}"
     run = {
         "sweep": options.sweep,
         "command": command,

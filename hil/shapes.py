@@ -58,6 +58,22 @@ def gemm_shapes(count: int, seed: int) -> list[Shape]:
     return list(shapes)
 
 
+def tall_shapes(count: int, seed: int) -> list[Shape]:
+    """`count` distinct GEMM shapes of layers that act on every feature of every sample of a large batch.
+
+    Rows 131,072 to 2,097,152, as M or (four in ten) as K; features at most 512.
+    """
+    rng = np.random.default_rng(seed)
+    shapes: dict[Shape, None] = {}
+    while len(shapes) < count:
+        rows = _rows(rng, 131072, 2097152)
+        first, second = (_feature(rng, 512) for _ in range(2))
+        shape = Shape(first, second, rows) if rng.random() < 0.4 else Shape(rows, first, second)
+        if max(shape.m * shape.k, shape.n * shape.k, shape.m * shape.n) <= _MAX_OPERAND:
+            shapes[shape] = None
+    return list(shapes)
+
+
 def batched_shapes(count: int, seed: int) -> list[Shape]:
     """`count` distinct batched GEMMs: one small product per sample, 256 to 16,384 samples."""
     rng = np.random.default_rng(seed)
@@ -69,6 +85,37 @@ def batched_shapes(count: int, seed: int) -> list[Shape]:
         if shape.groups * max(m * k, n * k, m * n) <= _MAX_OPERAND // 2:
             shapes[shape] = None
     return list(shapes)
+
+
+def interaction_shapes(count: int, seed: int) -> list[Shape]:
+    """`count` distinct batched GEMMs as explicit interactions have them: sizes mostly multiples of 8, groups 256 to 65,536."""
+    rng = np.random.default_rng(seed)
+
+    def size() -> int:
+        draw = rng.random()
+        if draw < 0.5:
+            return int(rng.choice((8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)))
+        if draw < 0.8:
+            return 8 * max(1, round(float(np.exp(rng.uniform(np.log(8), np.log(512)))) / 8))
+        return int(rng.choice((1, 2, 4, 13, 26, 27, 36, 39, 100, 351)))
+
+    shapes: dict[Shape, None] = {}
+    while len(shapes) < count:
+        m, n, k, groups = size(), size(), size(), _rows(rng, 256, 65536)
+        work = 2.0 * groups * m * n * k
+        if groups * max(m * k, n * k, m * n) <= _MAX_OPERAND and work <= _MAX_FLOPS:
+            shapes[Shape(m, n, k, groups)] = None
+    return list(shapes)
+
+
+def mixed_shapes(count: int, seed: int) -> list[Shape]:
+    """`gemm_shapes` with a tenth as many `batched_shapes` spread among them."""
+    shapes = gemm_shapes(count, seed)
+    batched = batched_shapes(max(1, count // 10), seed)
+    step = max(1, len(shapes) // len(batched))
+    for position, shape in enumerate(batched):
+        shapes.insert(position * (step + 1), shape)
+    return shapes
 
 
 def memory_shapes(count: int, seed: int) -> list[Shape]:
@@ -89,3 +136,12 @@ def memory_shapes(count: int, seed: int) -> list[Shape]:
         if rows * columns <= _MAX_OPERAND // 2:
             shapes[Shape(rows, 1, columns)] = None
     return list(shapes)
+
+
+# Sweeps that can be drawn, by family and name, with how many shapes they take by default.
+SWEEPS = {
+    ("gemm", "lrm"): (mixed_shapes, 4000),
+    ("gemm", "tall"): (tall_shapes, 500),
+    ("gemm", "interaction"): (interaction_shapes, 1600),
+    ("memory", "lrm"): (memory_shapes, 320),
+}

@@ -56,30 +56,28 @@ class KernelSpec:
         return None
 
 
-def _fp8(
-    name: str, recipe_a: str, recipe_b: str, accumulation: str, quantize_a: str, quantize_b: str, **multiples: int
-) -> KernelSpec:
+def _fp8(name: str, scaling: str, accumulation: str) -> KernelSpec:
+    quantize = f"torch/quantize_{scaling}"
     return KernelSpec(
-        f"torch/{name}", "gemm", recipe_a, recipe_b, accumulation, f"torch/{quantize_a}", f"torch/{quantize_b}",
-        min_capability=(9, 0), **multiples,
+        f"torch/{name}", "gemm", f"e4m3/{scaling}", f"e4m3/{scaling}", accumulation, quantize, quantize,
+        multiple_n=16, multiple_k=16, min_capability=(9, 0),
     )  # fmt: skip
 
-
-_SIXTEEN = {"multiple_n": 16, "multiple_k": 16}
-_TENSORWISE = ("e4m3/tensorwise", "e4m3/tensorwise")
-_ROWWISE = ("e4m3/rowwise", "e4m3/rowwise")
 
 KERNELS: dict[str, KernelSpec] = {
     spec.name: spec
     for spec in (
         KernelSpec("torch/bf16", "gemm", "bf16", "bf16"),
         KernelSpec("torch/bf16_batched", "batched_gemm", "bf16", "bf16"),
-        _fp8("fp8_tensorwise_fast", *_TENSORWISE, "hopper_fast", "quantize_tensorwise", "quantize_tensorwise", **_SIXTEEN),
-        _fp8("fp8_tensorwise_split", *_TENSORWISE, "hopper_split", "quantize_tensorwise", "quantize_tensorwise", **_SIXTEEN),
-        _fp8("fp8_rowwise_fast", *_ROWWISE, "hopper_fast", "quantize_rowwise", "quantize_rowwise", **_SIXTEEN),
-        _fp8("fp8_rowwise_split", *_ROWWISE, "hopper_split", "quantize_rowwise", "quantize_rowwise", **_SIXTEEN),
-        _fp8("fp8_block128", "e4m3/block1x128", "e4m3/block128x128", "hopper_split",
-             "quantize_block1x128", "quantize_block128x128", multiple_m=4, multiple_n=128, multiple_k=128),
+        _fp8("fp8_tensorwise_fast", "tensorwise", "hopper_fast"),
+        _fp8("fp8_tensorwise_split", "tensorwise", "hopper_split"),
+        _fp8("fp8_rowwise_fast", "rowwise", "hopper_fast"),
+        _fp8("fp8_rowwise_split", "rowwise", "hopper_split"),
+        KernelSpec(
+            "torch/fp8_block128", "gemm", "e4m3/block1x128", "e4m3/block128x128", "hopper_split",
+            "torch/quantize_block1x128", "torch/quantize_block128x128",
+            multiple_m=4, multiple_n=128, multiple_k=128, min_capability=(9, 0),
+        ),  # fmt: skip
         # Quantization: row-major bf16 (rows, cols) in; e4m3 and FP32 scales out, compiled by torch.compile.
         # `_transposed`: the e4m3 result is (cols, rows) row-major and scaled along rows, as grad_weight needs it.
         KernelSpec("torch/quantize_tensorwise", "quantize"),
