@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ PASSING = set(
     "view reshape view_as reshape_as flatten unflatten squeeze unsqueeze transpose swapaxes t permute movedim contiguous to "
     "type_as float half bfloat16 double clone detach dropout dropout1d alpha_dropout feature_dropout identity".split()
 )
+JOINING = ("cat", "concat", "concatenate", "stack", "hstack", "vstack")
 SCALING = ("mul", "div", "true_divide")
 MOVES = ("cuda", "cpu", "xpu", "ipu", "hpu", "mtia", "pin_memory")
 LITERALS = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.scalar_tensor)
@@ -53,11 +55,15 @@ def plain(name: str) -> str:
     return name.rstrip("_")
 
 
+Tag = tuple[tuple[RawSite, ...], str]
+
+
 class Calls(TorchFunctionMode):
     """Follows each site's result up to the norm and the activation that use it, and says nothing where two do.
 
-    A tag (site, stage) stands on a tensor as long as it is that site's result, or its norm's. Adding a residual
-    keeps the tag; a product with another tensor, a concatenation or a reduction ends it.
+    A tag (sites, stage) stands on a tensor as long as it is these sites' result, or their norm's: of several, once
+    their results are concatenated. Adding a residual keeps the tag; a product with another tensor or a reduction
+    ends it.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -65,7 +71,7 @@ class Calls(TorchFunctionMode):
         super().__init__()
         self.recorder = recorder
         self.failed: tuple[str, str] | None = None
-        self._tags: dict[int, tuple[RawSite, str]] = {}
+        self._tags: dict[int, Tag] = {}
         self._used: set[int] = set()  # what a product has read: as an operand of an addition, it is the residual
         self._alive: list[torch.Tensor] = []
         self._quiet = 0
@@ -113,14 +119,17 @@ class Calls(TorchFunctionMode):
             self._alive += tensors
             first = result[0] if isinstance(result, tuple) else result
             if name in ENDING and isinstance(first, torch.Tensor):
-                self._tag(first, (sites[-1], "product"))
+                self._tag(first, ((sites[-1],), "product"))
             return
-        if self._quiet or not tensors or not isinstance(result, torch.Tensor):
+        if self._quiet or not args or not isinstance(result, torch.Tensor):
             return
         if name == "add":
             self._add(tensors, result)
             return
-        tag = self._tags.get(id(tensors[0]))
+        if name in JOINING:
+            self._join(args[0], result)
+            return
+        tag = self._tags.get(id(tensors[0])) if tensors else None
         if tag is None:
             return
         if name in NORMS or name in ACTIVATIONS:
@@ -133,31 +142,41 @@ class Calls(TorchFunctionMode):
     def _is_turned(name: str, tensor: torch.Tensor, result: torch.Tensor) -> bool:
         return name == "get" and result is not tensor and result.numel() == tensor.numel() and result._base is not None
 
-    def _add(self, tensors: list[torch.Tensor], result: torch.Tensor) -> None:
-        open_ = [tensor for tensor in tensors if self._tags.get(id(tensor), (None, ""))[1] == "product"]
-        fresh = [tensor for tensor in open_ if id(tensor) not in self._used] or open_
+    def _fresh(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that are the result of a site, without the residuals among them."""
+        products = [tensor for tensor in tensors if self._tags.get(id(tensor), ((), ""))[1] == "product"]
+        return [tensor for tensor in products if id(tensor) not in self._used] or products
+
+    def _join(self, tensors: Sequence[torch.Tensor], result: torch.Tensor) -> None:
+        fresh = self._fresh(tensors)
+        if fresh:
+            self._tag(result, (tuple(site for tensor in fresh for site in self._tags[id(tensor)][0]), "product"))
+
+    def _add(self, tensors: Sequence[torch.Tensor], result: torch.Tensor) -> None:
+        fresh = self._fresh(tensors)
         if len(fresh) != 1:
             self._tags.pop(id(result), None)
             return
         tag = self._tags[id(fresh[0])]
         self._tag(result, tag)
 
-    def _claim(self, tag: tuple[RawSite, str], kind: str, value: str, result: torch.Tensor) -> None:
+    def _claim(self, tag: Tag, kind: str, value: str, result: torch.Tensor) -> None:
         """Note that a norm or an activation follows a site; two different ones are none."""
-        site, stage = tag
+        sites, stage = tag
         if kind == "norm" and stage == "normed":
             return
-        if kind in site.ambiguous or getattr(site, kind) not in (None, value):
-            site.ambiguous.add(kind)
-            setattr(site, kind, None)
-        else:
-            setattr(site, kind, value)
+        for site in sites:
+            if kind in site.ambiguous or getattr(site, kind) not in (None, value):
+                site.ambiguous.add(kind)
+                setattr(site, kind, None)
+            else:
+                setattr(site, kind, value)
         if kind == "norm":
-            self._tag(result, (site, "normed"))
+            self._tag(result, (sites, "normed"))
         else:
             self._tags.pop(id(result), None)
 
-    def _tag(self, tensor: torch.Tensor, tag: tuple[RawSite, str]) -> None:
+    def _tag(self, tensor: torch.Tensor, tag: Tag) -> None:
         self._tags[id(tensor)] = tag
         self._alive.append(tensor)
 

@@ -434,6 +434,26 @@ def test_a_norm_is_found_behind_a_residual_and_not_where_it_is_ambiguous():
     assert {name: site.norm for name, site in found.items()} == {"enter": None, "branch": "layernorm", "one": None, "two": None}
 
 
+def test_a_norm_behind_a_concatenation_follows_all_its_parts():
+    class Joined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.three = (nn.Linear(8, 4) for _ in range(3))
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x):
+            y = self.norm(torch.cat([self.one(x), self.two(x)], 1) + x)
+            return torch.stack([self.three(y), self.three(x)]).relu()
+
+    found = sites(Joined(), torch.randn(6, 8))
+    assert {name: (site.norm, site.activation) for name, site in found.items()} == {
+        "one": ("layernorm", None),
+        "two": ("layernorm", None),
+        "three": (None, "relu"),
+        "three#2": (None, "relu"),
+    }
+
+
 def test_two_different_activations_of_one_result_are_none():
     class Gated(nn.Module):
         def __init__(self):
