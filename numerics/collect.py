@@ -46,6 +46,7 @@ class StatisticsAccumulator:
         self._counts = np.zeros((len(SCOPES), PROFILE_BINS))
         self._energy = np.zeros((len(SCOPES), PROFILE_BINS))
         self._lengths = np.zeros(len(SCOPES))
+        self._amaxes = np.zeros((len(SCOPES), 3))  # count, sum and sum of squares of log2(amax)
         self._profiled = 0.0
 
     def update(self, values: Any) -> None:
@@ -89,7 +90,7 @@ class StatisticsAccumulator:
         self._scatter.merge(other._scatter, delta, self.rows * other.rows / total)
         self._mean = self._mean + delta * (other.rows / total)
         self._amax = np.maximum(self._amax, other._amax)
-        for name in ("_squares", "_zeros", "_counts", "_energy", "_lengths", "_profiled"):
+        for name in ("_squares", "_zeros", "_counts", "_energy", "_lengths", "_amaxes", "_profiled"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("_pooled", "_centred", "_nonzero", "_row_rms"):
             getattr(self, name).merge(getattr(other, name))
@@ -124,8 +125,13 @@ class StatisticsAccumulator:
             row_rms=row_rms.astype(single),
             profile_counts=(self._counts / max(self._profiled, 1.0)).astype(single),
             profile_energy=(self._energy / np.maximum(self._energy.sum(1, keepdims=True), 1e-300)).astype(single),
-            profile_lengths=(self._lengths / max(self._profiled, 1.0)).astype(single), spiked=spiked,
+            profile_lengths=(self._lengths / max(self._profiled, 1.0)).astype(single),
+            profile_amax=self._log_amax().astype(single), spiked=spiked,
         )  # fmt: skip
+
+    def _log_amax(self) -> np.ndarray:
+        count, total, squares = self._amaxes.T / np.maximum(self._amaxes[:, 0], 1.0)
+        return np.stack([total, np.sqrt(np.maximum(squares - np.square(total), 0.0))], 1) * count[:, None]
 
     def _count_values(self, x: np.ndarray) -> None:
         x = x[:_PROFILE_ROWS]
@@ -173,6 +179,9 @@ class StatisticsAccumulator:
             self._counts[index] += np.bincount(bins, minlength=PROFILE_BINS)
             self._energy[index] += np.bincount(bins, energy, minlength=PROFILE_BINS)
             self._lengths[index] += lengths[scope] * weight
+            peaks = np.asarray(amaxes[scope], np.float64)
+            peaks = peaks[np.isfinite(peaks)]
+            self._amaxes[index] += [1.0, peaks.mean(), np.square(peaks).mean()]
         self._profiled += weight
 
 

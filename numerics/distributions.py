@@ -31,8 +31,11 @@ LEVELS = np.concatenate([[0.0], _TAILS, np.linspace(1 / 16, 15 / 16, 57)[1:-1], 
 ROW_LEVELS = (np.arange(16) + 0.5) / 16
 
 _VECTORS = ("mean", "second_moment", "amax", "zero_share", "residual")
-_ARRAYS = (*_VECTORS, "factor", "quantiles", "shape_quantiles", "row_rms", "profile_counts", "profile_energy", "profile_lengths")
-_SINGLE_PRECISION = ("mean", "second_moment", "amax", "residual", "quantiles", "shape_quantiles", "profile_lengths")
+_PROFILES = ("profile_counts", "profile_energy", "profile_lengths", "profile_amax")
+_ARRAYS = (*_VECTORS, "factor", "quantiles", "shape_quantiles", "row_rms", *_PROFILES)
+_SINGLE_PRECISION = (
+    "mean", "second_moment", "amax", "residual", "quantiles", "shape_quantiles", "profile_lengths", "profile_amax",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +58,7 @@ class TensorStatistics:
         profile_counts: (scopes, bins) share of all elements that lie in a bin below the amax of their scope.
         profile_energy: (scopes, bins) share of the sum of squares in that bin.
         profile_lengths: (scopes,) elements that shared an amax when the profile was taken.
+        profile_amax: (scopes, 2) mean and deviation of log2(amax) over the scopes that are not all zero.
         contraction: `features` or `rows`: the axis that a GEMM sums over, see `along_features`.
     """
 
@@ -71,6 +75,7 @@ class TensorStatistics:
     profile_counts: np.ndarray
     profile_energy: np.ndarray
     profile_lengths: np.ndarray
+    profile_amax: np.ndarray
     spiked: bool = False
     contraction: str = "features"
     _views: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -83,6 +88,7 @@ class TensorStatistics:
         """
         expected: dict[str, tuple[int, ...]] = {name: (self.features,) for name in _VECTORS}
         expected |= {"factor": (self.factor.shape[0], self.features), "profile_lengths": (len(SCOPES),)}
+        expected |= {"profile_amax": (len(SCOPES), 2)}
         expected |= {"quantiles": LEVELS.shape, "shape_quantiles": LEVELS.shape, "row_rms": ROW_LEVELS.shape}
         expected |= {name: (len(SCOPES), PROFILE_BINS) for name in ("profile_counts", "profile_energy")}
         for name, shape in expected.items():

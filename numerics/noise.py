@@ -1,0 +1,255 @@
+"""What quantizing an operand costs, from its statistics alone: noise, shrinkage, underflow and saturation.
+
+Rounding depends on where a value lies below the amax that it shares a scale with, and on nothing else. So a
+recipe is a curve over octaves below amax, made once by rounding a fine grid; a tensor is its profile over
+the same axis (`TensorStatistics.profile_energy`, `.profile_counts`); the noise is the one weighted by the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from numerics.distributions import BINS_PER_OCTAVE, LEVELS, PROFILE_BINS, SCOPES, TensorStatistics
+from numerics.formats import Format
+from numerics.normal import normal_quantile
+from numerics.recipe import BDR_BITS, Recipe
+
+_FINE = 64  # pieces per octave of a curve
+_DEEPEST = 48  # octaves below amax where a curve ends
+_ABOVE = 32  # octaves above the format's max where the curve of an unscaled cast starts
+_PHASES = 16  # amax positions inside an octave, under power-of-two scales
+# The scope whose profile serves a scaling, by contracted axis.
+_SCOPE_OF = {
+    "features": {
+        "tensorwise": "tensor", "rowwise": "row", "columnwise": "column", "block1x128": "row128",
+        "block128x128": "tile128", "mx32": "row32", "bdr16": "row32",
+    },
+    "rows": {
+        "tensorwise": "tensor", "rowwise": "column", "columnwise": "row", "block1x128": "column128",
+        "block128x128": "tile128", "mx32": "column32", "bdr16": "column32",
+    },
+}  # fmt: skip
+# What each figure is relative to: power of the value that its curve is divided by.
+_ORDERS = {"power": 2, "shrinkage": 1, "correlation": 2, "underflow": 0, "overflow": 0}
+
+
+@dataclass(frozen=True)
+class OperandNoise:
+    """The quantization of one operand, relative to its values.
+
+    Attributes:
+        power: Mean square of the error over mean square of the values.
+        shrinkage: What a sum of values of one sign loses: minus the error's mean over that of the magnitudes.
+        correlation: Minus the mean product of error and value, over the mean square of the values.
+        underflow: Share of elements that are not zero and become zero.
+        overflow: Share of elements beyond the range by over half a step.
+    """
+
+    power: float
+    shrinkage: float
+    correlation: float
+    underflow: float
+    overflow: float
+
+
+@functools.lru_cache(maxsize=16384)
+def operand_noise(statistics: TensorStatistics, recipe: Recipe, rows: int, k: int) -> OperandNoise:
+    """The noise of an operand (rows, k) with these statistics, oriented as it is contracted."""
+    if recipe.scaling == "none":
+        return _unscaled(statistics, recipe)
+    scope = SCOPES.index(_SCOPE_OF[statistics.contraction][recipe.scaling])
+    counts = statistics.profile_counts[scope].astype(np.float64)
+    measured = max(float(statistics.profile_lengths[scope]), 1.0)
+    spans = {
+        "tensorwise": rows * k, "rowwise": k, "columnwise": rows, "block1x128": min(k, 128),
+        "block128x128": min(k, 128) * min(rows, 128), "mx32": min(k, 32), "bdr16": min(k, 16),
+    }  # fmt: skip
+    length = spans[recipe.scaling]
+    growth = _amax_growth(counts, measured, length)
+    # A longer scope's amax holds less of the energy: its square grew by 4^growth, and it stands for more values.
+    stay = min(1.0, 4.0**growth * measured / length)
+    low = np.concatenate([[-0.125], np.arange(PROFILE_BINS - 1) / BINS_PER_OCTAVE]) + growth
+    high = np.concatenate([[0.125], np.arange(1, PROFILE_BINS - 1) / BINS_PER_OCTAVE, [_DEEPEST]]) + growth
+    weights = {
+        2: statistics.profile_energy[scope].astype(np.float64),
+        1: counts * np.exp2(-np.arange(PROFILE_BINS) / BINS_PER_OCTAVE),
+    }
+    weights = {order: weight / max(weight.sum(), 1e-300) for order, weight in weights.items()} | {0: counts}
+    place = _amax_place(statistics, scope, growth) if recipe.is_power_of_two else (0.0, 0.0)
+
+    def read(half_step: bool) -> np.ndarray:
+        curve = _curve(recipe, place, half_step)
+        figures = []
+        for name, order in _ORDERS.items():
+            values = curve.mean(name, low, high)
+            values[0] = stay * curve.at_amax[name] + (1 - stay) * values[0]
+            figures.append(float(values @ weights[order]))
+        return np.array(figures)
+
+    figures = read(False)
+    if recipe.format in BDR_BITS:
+        # A pair halves its step when its other element, too, lies below the block's binade.
+        below = 1.0 - counts[: 1 + round(BINS_PER_OCTAVE * place[0])].sum()
+        figures += below * (read(True) - figures)
+    return OperandNoise(*(float(value) for value in figures))
+
+
+def _amax_growth(counts: np.ndarray, measured: float, length: float) -> float:
+    """Octaves by which amax rises from `measured` elements to `length`, by the slope of the profile's own tail.
+
+    Of n values the greatest stands where a share of about 0.56/n lies above; how far the share 8/n lies below it
+    gives octaves per doubling.
+    """
+    if length == measured or measured < 2 or counts.sum() <= 0:
+        return 0.0
+    share = min(8.0 / measured, 0.5 * float(counts.sum()))
+    position = np.concatenate([[0.0], np.arange(1, PROFILE_BINS) / BINS_PER_OCTAVE])
+    below = float(np.interp(share, np.cumsum(counts), position))
+    slope = min(below / math.log2(max(share * measured / 0.56, 2.0)), 1.0)
+    return slope * math.log2(length / measured)
+
+
+def _amax_place(statistics: TensorStatistics, scope: int, growth: float) -> tuple[float, float]:
+    """Where amax lies inside its octave, and how widely that varies; in sixteenths, to be found again."""
+    mean, deviation = (float(value) for value in statistics.profile_amax[scope])
+    return round(16 * ((mean + growth) % 1.0)) % 16 / 16, min(round(16 * deviation), 16) / 16
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """Integrals of the error over depth, and of the value that it is relative to; what happens to amax itself."""
+
+    depth: np.ndarray
+    errors: dict[str, np.ndarray]
+    values: dict[int, np.ndarray]
+    at_amax: dict[str, float]
+
+    def mean(self, name: str, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        """The figure for values spread evenly (in log) between two depths."""
+        start, stop = self.depth[0], self.depth[-1] - 2 / _FINE
+        low = np.clip(low, start, stop)
+        high = np.clip(np.maximum(high, low + 2 / _FINE), start, self.depth[-1])
+        error, value = self.errors[name], self.values[_ORDERS[name]]
+        above = np.interp(high, self.depth, error) - np.interp(low, self.depth, error)
+        return above / (np.interp(high, self.depth, value) - np.interp(low, self.depth, value))
+
+
+@functools.lru_cache(maxsize=1024)
+def _curve(recipe: Recipe, place: tuple[float, float], half_step: bool) -> _Curve:
+    start = -_ABOVE if recipe.scaling == "none" else 0
+    depth = np.arange(start * _FINE, _DEEPEST * _FINE + 1) / _FINE
+    peaks, shares = _scaled_amax(recipe, place)
+    # Points inside a piece: enough that a format's steps do not beat with them.
+    points = 32 if len(peaks) == 1 else 4
+    middle = np.exp2(-(depth[:-1, None] + (np.arange(points) + 0.5) / (points * _FINE)))
+    errors: dict[str, np.ndarray] = {name: np.zeros(len(middle)) for name in _ORDERS}
+    at_amax = dict.fromkeys(_ORDERS, 0.0)
+    for index, peak in enumerate(peaks):
+        for name, value in _errors(peak * middle, recipe, half_step).items():
+            order = _ORDERS[name]
+            errors[name] += (value * middle**order).mean(1) * shares[order][index]
+        for name, value in _errors(np.array([peak]), recipe, half_step).items():
+            at_amax[name] += float(value[0] * shares[_ORDERS[name]][index])
+    # Cumulated from the deep end, where values are tiny, so that nothing is lost against larger sums.
+    sums = {name: -np.cumsum(value[::-1])[::-1] for name, value in errors.items()}
+    values = {order: -np.cumsum((middle**order).mean(1)[::-1])[::-1] for order in (0, 1, 2)}
+    return _Curve(
+        depth,
+        {name: np.append(value, 0.0) for name, value in sums.items()},
+        {order: np.append(value, 0.0) for order, value in values.items()},
+        at_amax,
+    )
+
+
+def _scaled_amax(recipe: Recipe, place: tuple[float, float]) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+    """Where amax comes to lie on the element's grid, and what share of values, magnitude and energy comes with it."""
+    if recipe.scaling == "none":
+        # Wide formats round alike at every size; any place that their range holds will do.
+        return np.array([_unscaled_reference(recipe.element)]), {order: np.ones(1) for order in (0, 1, 2)}
+    if not recipe.is_power_of_two:
+        return np.array([recipe.element.max]), {order: np.ones(1) for order in (0, 1, 2)}
+    if place[1] < 0.5:
+        offsets = place[1] * normal_quantile((np.arange(_PHASES) + 0.5) / _PHASES)
+    else:
+        offsets = np.arange(_PHASES) / _PHASES  # spread over octaves: anywhere inside one
+    phases = (place[0] + offsets) % 1.0
+    # Blocks of a greater amax hold more of the energy, as far as one octave tells them apart.
+    offsets = offsets if place[1] < 0.5 else np.zeros(_PHASES)
+    shares = {order: np.exp2(order * offsets) for order in (0, 1, 2)}
+    shares = {order: share / share.sum() for order, share in shares.items()}
+    if recipe.format in BDR_BITS:
+        return np.exp2(BDR_BITS[recipe.format] - 1 + phases), shares
+    fmt = recipe.element
+    if recipe.scale_rounding == "ceil":
+        return fmt.max * np.exp2(-((math.log2(fmt.max) - phases) % 1.0)), shares
+    peaks = np.exp2(fmt.max_exponent + phases)
+    if recipe.scale_rounding == "nearest_even":
+        step = 2.0 ** (fmt.max_exponent - fmt.fraction_bits)
+        peaks = np.where(np.rint(peaks / step) * step >= 2.0 ** (fmt.max_exponent + 1), peaks / 2, peaks)
+    return peaks, shares
+
+
+def _unscaled_reference(fmt: Format) -> float:
+    return min(fmt.max, 2.0**16)
+
+
+def _errors(values: np.ndarray, recipe: Recipe, half_step: bool) -> dict[str, np.ndarray]:
+    """Relative error of positive values on the element's grid."""
+    if recipe.format in BDR_BITS:
+        bits = BDR_BITS[recipe.format]
+        step = np.where(values < 2.0 ** (bits - 1), 0.5 if half_step else 1.0, 1.0)
+        rounded = np.minimum(np.rint(values / step), 2.0**bits - 1) * step
+        overflow = np.zeros_like(values)
+    else:
+        rounded, overflow = round_magnitudes(values, recipe.element, recipe.rounding)
+    error = rounded / values - 1.0
+    power = np.square(error)
+    if recipe.rounding == "stochastic" and recipe.format not in BDR_BITS:
+        # Mean square f (1 - f) of a step at distance f from the value below, and no bias.
+        fmt = recipe.element
+        step = np.exp2(np.maximum(np.floor(np.log2(values)), fmt.min_exponent) - fmt.fraction_bits)
+        part = values / step - np.floor(values / step)
+        power = np.where(values < fmt.max, part * (1 - part) * np.square(step / values), power)
+        error = np.where(values < fmt.max, 0.0, error)
+    return {
+        "power": power, "shrinkage": -error, "correlation": -error,
+        "underflow": (rounded == 0).astype(np.float64), "overflow": overflow,
+    }  # fmt: skip
+
+
+def round_magnitudes(values: np.ndarray, fmt: Format, rounding: str = "nearest_even") -> tuple[np.ndarray, np.ndarray]:
+    """Positive float64 values on the grid, saturated, and 1 where they lay beyond it: numpy's twin of `cast`."""
+    exponent = np.maximum(np.floor(np.log2(np.maximum(values, 1e-300))), fmt.min_exponent)
+    step = np.exp2(exponent - fmt.fraction_bits)
+    rounded = (np.trunc if rounding == "toward_zero" else np.rint)(values / step) * step
+    top = fmt.max + 2.0 ** (fmt.max_exponent - fmt.fraction_bits - 1)
+    return np.minimum(rounded, fmt.max), (values > top).astype(np.float64)
+
+
+def _unscaled(statistics: TensorStatistics, recipe: Recipe) -> OperandNoise:
+    """A plain cast: values keep their size, so the curve is read at the depth of the pooled marginal itself."""
+    # Between two quantiles values are even; cut finely, a piece is about even in its logarithm too.
+    position = np.arange(8 * (len(LEVELS) - 1) + 1) / 8
+    values = np.interp(position, np.arange(len(LEVELS)), statistics.quantiles.astype(np.float64))
+    share = np.repeat(np.diff(LEVELS) / 8, 8)
+    inner, outer = np.sort(np.abs(np.stack([values[1:], values[:-1]])), 0)
+    crossing = values[1:] * values[:-1] < 0
+    inner[crossing] = 0.0
+    kept = (outer > 0) & (share > 0)
+    inner, outer, share = inner[kept], outer[kept], share[kept]
+    if not outer.size:
+        return OperandNoise(0.0, 0.0, 0.0, 0.0, 0.0)
+    weights = {0: share, 1: share * (inner + outer) / 2, 2: share * (inner**2 + inner * outer + outer**2) / 3}
+    curve = _curve(recipe, (0.0, 0.0), False)
+    reference = math.log2(_unscaled_reference(recipe.element))
+    low = reference - np.log2(outer)
+    high = reference - np.log2(np.maximum(inner, outer * 2.0**-4))
+    figures = []
+    for name, order in _ORDERS.items():
+        total = 1.0 if order == 0 else weights[order].sum()
+        figures.append(float(curve.mean(name, low, high) @ weights[order] / total))
+    return OperandNoise(*figures)
