@@ -113,8 +113,8 @@ class Site:
     """One GEMM location of a model.
 
     Attributes:
-        name: Fully qualified name of the module; `module#2` for the second GEMM of the same module,
-            `module#recompute` for a forward that activation checkpointing runs again in the backward.
+        name: Fully qualified name of the module (`(root)` for the model itself); `module#2` for the second GEMM of
+            the same module, `module#recompute` for a forward that checkpointing runs again in the backward.
         op: What the model called: linear, addmm, mm, bmm, baddbmm, matmul, einsum.
         passes: `output` always; `grad_input` (left operand's gradient) and `grad_weight` (right
             operand's gradient) where the backward computes them.

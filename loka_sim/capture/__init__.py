@@ -37,6 +37,7 @@ def capture(
     name: str | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     batch_dim: int = 0,
+    batch: int | None = None,
 ) -> ModelSpec:
     """Record every GEMM of a model's forward and backward, its embedding tables and its parameters.
 
@@ -50,12 +51,13 @@ def capture(
         name: What to call the model; its class name if None.
         loss: From the model's output to the scalar whose gradient is taken; the sum of all floating outputs if None.
         batch_dim: Dimension of the input tensors that is the batch.
+        batch: The inputs' batch; that of the first floating tensor in them if None.
 
     Raises:
         UserError: the model fails without data (the one line names the module, the operation and the mend).
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper: the capture needs the model as written
-    batch = twin.find_batch(inputs, batch_dim)
+    batch = twin.find_batch(inputs, batch_dim, batch)
     batches = [batch * multiple for multiple in MULTIPLES]
     try:
         runs = [_run(model, inputs, loss, batch, size, batch_dim, fake=False) for size in batches]

@@ -21,8 +21,15 @@ aten = torch.ops.aten
 # Position of the left operand among the arguments.
 GEMMS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
 # Products that FlopCounterMode does not count: said by name, so that nobody takes them for nothing.
-UNCOUNTED = ("mv", "addmv", "dot", "vdot", "addbmm", "addr", "_trilinear", "_cdist_forward", "_pdist_forward", "_int_mm")
-UNCOUNTED_STARTS = ("linalg_", "_linalg_", "_fft_", "mkldnn_", "_cudnn_rnn", "miopen_", "_grouped_mm", "_scaled_grouped_mm")
+PRODUCTS = set("mm addmm bmm addbmm mv addmv dot vdot matmul gemm linear convolution conv trilinear cdist pdist rnn fft".split())
+NO_PRODUCTS = ("linalg_vector_norm", "linalg_cross", "linalg_diagonal", "mkldnn_max_pool2d")
+
+
+def is_product(name: str) -> bool:
+    """Whether the name of an aten operator that nobody counts says that it multiplies matrices."""
+    return name not in NO_PRODUCTS and (bool(PRODUCTS & set(name.split("_"))) or name.lstrip("_").startswith("linalg_"))
+
+
 # Files whose frames stand between an operator's caller and the recorder.
 BETWEEN = (__file__, "torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/_ops.py", "torch/utils/_python_dispatch.py")
 COPIES = (aten._to_copy, aten.clone)
@@ -178,13 +185,8 @@ class Recorder(TorchDispatchMode):
         if packet in GEMMS:
             self._gemm(packet, args, result)
         elif packet in flop_registry:
-            node, module = torch._C._current_autograd_node(), self.module
-            if node is None:
-                self._others[torch._C._autograd._get_sequence_nr() - 1] = module
-            else:
-                module = self._others.get(node._sequence_nr(), module)
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
-            self.unaccounted[f"{module}: {name}"] += flops if isinstance(flops, int) else 0
+            self._other(name, flops if isinstance(flops, int) else 0)
         elif packet in COPIES:
             if storage(args[0]) in self.names:  # a weight cast to another type, or laid out anew, is still that weight
                 self._alive.append(result)
@@ -196,15 +198,26 @@ class Recorder(TorchDispatchMode):
         elif packet in (aten._embedding_bag, aten._embedding_bag_forward_only):
             mode = args[4] if len(args) > 4 else kwargs.get("mode", 0)
             self._table(args[0], args[1], ("sum", "mean", "max")[mode])
-        elif name in UNCOUNTED or name.startswith(UNCOUNTED_STARTS):
-            self.unaccounted[f"{self.module}: {name}"] += 0
         elif packet._qualified_op_name.split("::")[0] not in ("aten", "prim", "prims", "profiler"):
-            self.unaccounted[f"{self.module}: {packet._qualified_op_name}"] += 0
+            self._other(packet._qualified_op_name, 0)
+        elif is_product(name):
+            self._other(name, 0)
+
+    def _other(self, name: str, flops: int) -> None:
+        """Note what is no site: under the module that ran it forward."""
+        node, module = torch._C._current_autograd_node(), self.module
+        if node is None:
+            self._others[torch._C._autograd._get_sequence_nr() - 1] = module
+        else:
+            module = self._others.get(node._sequence_nr(), module)
+        self.unaccounted[f"{module}: {name}"] += flops
 
     def _table(self, weight: torch.Tensor, ids: torch.Tensor, pooling: str) -> None:
         name = self.names.get(storage(weight), f"{self.module}.weight").removesuffix(".weight")
         table = self.tables.setdefault(name, RawTable(weight.shape[0], weight.shape[1], pooling, 0))
         count = known(ids.numel())
+        if torch._C._current_autograd_node() is not None:
+            return  # a checkpoint looks up again what is there
         if isinstance(count, int):
             table.ids += count
         else:
@@ -307,7 +320,7 @@ class Recorder(TorchDispatchMode):
                 if found and name not in site.passes:
                     site.passes[name] = found
                     return
-        where = self._nodes[number][0].name if number in self._nodes else "(backward)"
+        where = self._nodes[number][0].name if number in self._nodes else self._others.get(number, "(backward)")
         self.unaccounted[f"{where}: a ({gemm.m}, {gemm.n}, {gemm.k}) GEMM of the backward that is no pass of a site"] += (
             gemm.flops
         )

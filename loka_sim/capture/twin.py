@@ -74,14 +74,19 @@ def hollow_module(model: nn.Module, device: str) -> nn.Module:
     return twin
 
 
-def find_batch(inputs: Any, batch_dim: int) -> int:
+def find_batch(inputs: Any, batch_dim: int, said: int | None = None) -> int:
     """Batch of the example inputs: the size along `batch_dim` of one of their tensors.
 
     That one is the first floating tensor, else the first with two dimensions, else the first: ids of a
     one-dimensional jagged tensor are not one to a sample.
 
+    Args:
+        inputs: Anything that holds tensors.
+        batch_dim: Dimension that is the batch.
+        said: What the caller says the batch is; checked.
+
     Raises:
-        UserError: no tensor has such a dimension.
+        UserError: no tensor has such a dimension, or none of the size said.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim() > batch_dim]
     ranked = sorted(tensors, key=lambda tensor: (not tensor.is_floating_point(), tensor.dim() < 2))
@@ -89,7 +94,12 @@ def find_batch(inputs: Any, batch_dim: int) -> int:
         raise UserError(f"inputs: no tensor has a dimension {batch_dim} that could be the batch; pass example tensors")
     if not ranked[0].shape[batch_dim]:
         raise UserError(f"inputs: the batch (dimension {batch_dim}) is empty; pass at least one sample")
-    return ranked[0].shape[batch_dim]
+    sizes = [tensor.shape[batch_dim] for tensor in ranked]
+    if said is not None and said not in sizes:
+        raise UserError(
+            f"batch {said}: no input tensor has it as dimension {batch_dim} (there are {sizes[:8]}); pass one of these"
+        )
+    return sizes[0] if said is None else said
 
 
 def hollow_inputs(inputs: Any, device: str, old: int, new: int, batch_dim: int) -> Any:

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import loka_sim
 from loka_sim.capture import capture
+from loka_sim.errors import UserError
 from loka_sim.modelspec import PASSES, Dim
 
 
@@ -521,6 +522,33 @@ def test_another_batch_dimension():
     assert site.passes["output"].m == Dim(0, 3)
 
 
+def test_the_batch_may_be_said():
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, scale, x):
+            return self.linear(x) * scale
+
+    inputs = (torch.randn(4), torch.randn(8, 4))
+    assert sites(Constant(), inputs, batch=8)["linear"].passes["output"].m == Dim(0, 1)
+    with pytest.raises(UserError, match=re.escape("batch 9: no input tensor has it as dimension 0 (there are [8, 4])")):
+        capture(Constant(), inputs, batch=9)
+
+
+def test_a_checkpoint_does_not_look_up_twice():
+    class Looked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.linear = nn.Embedding(10, 4), nn.Linear(4, 4)
+
+        def forward(self, ids):
+            return checkpoint(lambda i: self.linear(self.table(i)).tanh(), ids, use_reentrant=False)
+
+    assert capture(Looked(), torch.zeros(8, 3, dtype=torch.long)).tables[0].lookups == 3.0
+
+
 def test_a_loss_decides_which_outputs_have_gradients():
     class Two(nn.Module):
         def __init__(self):
@@ -674,6 +702,19 @@ def test_what_the_flop_counter_leaves_out_is_said_by_name():
     spec = capture(Vector(), torch.randn(16, 8))
     assert spec.sites == ()
     assert {"(root): mv (its FLOPs are not known)", "(root): linalg_qr (its FLOPs are not known)"} <= set(spec.unaccounted)
+
+
+def test_what_multiplies_no_matrices_is_nothing_to_list():
+    class Light(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = F.normalize(self.linear(x)).softmax(1).cumsum(1).sort(1).values
+            return F.interpolate(x[:, None], scale_factor=2, mode="linear").logsumexp(2)
+
+    assert capture(Light(), torch.randn(16, 8)).unaccounted == ()
 
 
 def test_convolutions_are_counted_beside_the_sites():
