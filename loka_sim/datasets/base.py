@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -62,6 +64,10 @@ class Dataset(ABC):
     shape: InputShape
 
     @abstractmethod
+    def provenance(self) -> dict[str, str | int]:
+        """What a manifest says of the data: the name, and what tells them apart from others of that name."""
+
+    @abstractmethod
     def chunks(self, rows: int) -> Iterator[Batch]:
         """All samples in their order, up to `rows` at a time."""
 
@@ -103,6 +109,12 @@ class Dataset(ABC):
         return Batch.join(parts)
 
 
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def mix(values: np.ndarray) -> np.ndarray:
     """A 64-bit hash of integers (the finalizer of SplitMix64), the same on every machine."""
     x = np.asarray(values).astype(np.uint64)
@@ -115,3 +127,37 @@ def hashed(values: np.ndarray, rows: np.ndarray | int) -> np.ndarray:
     """Ids from 1 to rows - 1 for integer values that are present; `rows` must be at least 2."""
     room = np.asarray(rows).astype(np.uint64) - np.uint64(1)
     return (mix(values) % room).astype(np.int64) + 1
+
+
+class FrequentOnly(Dataset):
+    """A dataset whose rare ids (categories and sequence tokens) count as missing, the usual treatment of Criteo data.
+
+    Args:
+        dataset: The split to read.
+        keep: By table, which ids stay (see `frequent`); the last entry is the sequence table's.
+    """
+
+    def __init__(self, dataset: Dataset, keep: list[np.ndarray]) -> None:
+        """See the class."""
+        self.name, self.shape, self._dataset, self._keep = dataset.name, dataset.shape, dataset, keep
+
+    def provenance(self) -> dict[str, str | int]:
+        """See `Dataset.provenance`."""
+        return self._dataset.provenance()
+
+    def chunks(self, rows: int) -> Iterator[Batch]:
+        """See `Dataset.chunks`."""
+        for batch in self._dataset.chunks(rows):
+            columns = [column * keep[column] for column, keep in zip(batch.ids.T, self._keep[:-1], strict=True)]
+            sequence = batch.sequence * self._keep[-1][batch.sequence]
+            yield Batch(batch.dense, np.stack(columns, axis=1), sequence, batch.labels)
+
+
+def frequent(dataset: Dataset, least: int) -> list[np.ndarray]:
+    """By table (the sequence table last), a boolean per id: seen at least `least` times in the dataset."""
+    rows = (*dataset.shape.rows, dataset.shape.sequence_rows)
+    counts = [np.zeros(count, np.int64) for count in rows]
+    for batch in dataset.chunks(BUFFER_ROWS):
+        for column, count in zip((*batch.ids.T, batch.sequence.reshape(-1)), counts, strict=True):
+            count += np.bincount(column, minlength=len(count))
+    return [count >= least for count in counts]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from loka_sim.datasets.base import Batch, Dataset, hashed
+from loka_sim.datasets.base import Batch, Dataset, file_digest, hashed
 from loka_sim.errors import DataError, UserError
 from loka_sim.inputs import FIELDS, InputShape
 
@@ -50,6 +50,10 @@ class CriteoDataset(Dataset):
         self.name, self.shape = "criteo", shape
         self.path, self._keep = _file(Path(path), split)
         self._rows = np.asarray(shape.rows)
+
+    def provenance(self) -> dict[str, str | int]:
+        """See `Dataset.provenance`."""
+        return {"name": self.name, "file": self.path.name, "sha256": file_digest(self.path)}
 
     def chunks(self, rows: int) -> Iterator[Batch]:
         """See `Dataset.chunks`.

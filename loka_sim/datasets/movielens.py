@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from loka_sim.datasets.base import Batch, Dataset
+from loka_sim.datasets.base import Batch, Dataset, file_digest
 from loka_sim.errors import DataError
 from loka_sim.inputs import InputShape
 
@@ -96,6 +96,7 @@ class MovieLensDataset(Dataset):
         tables["item"].require("item_id")
         tables["user"].require("user_id")
         inter = tables["inter"]
+        self._inter = inter.path
         times = inter.numbers("timestamp")
         order = np.argsort(times, kind="stable")
         clicks = (inter.numbers("rating") >= click_rating).astype(np.float32)[order]
@@ -115,6 +116,10 @@ class MovieLensDataset(Dataset):
         rows_per_field = tuple(int(column.max()) + 1 for column in ids.T)
         self.shape = InputShape(DENSE, rows_per_field, int(items.max()) + 1, sequence_length)
         self._batch = everything.take(slice(None, cut) if split == "train" else slice(cut, None))
+
+    def provenance(self) -> dict[str, str | int]:
+        """See `Dataset.provenance`."""
+        return {"name": self.name, "file": self._inter.name, "sha256": file_digest(self._inter)}
 
     def chunks(self, rows: int) -> Iterator[Batch]:
         """See `Dataset.chunks`."""

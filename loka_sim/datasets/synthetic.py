@@ -51,6 +51,10 @@ class SyntheticDataset(Dataset):
         self._count_effects = law.normal(0.0, 0.3 / np.sqrt(max(shape.dense, 1)), shape.dense)
         self._field_scale = law.uniform(0.1, 0.5, fields)
 
+    def provenance(self) -> dict[str, str | int]:
+        """See `Dataset.provenance`."""
+        return {"name": self.name, "rows": self.rows, "seed": self.seed}
+
     def chunks(self, rows: int) -> Iterator[Batch]:
         """See `Dataset.chunks`."""
         held: list[Batch] = []

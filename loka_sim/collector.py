@@ -1,0 +1,90 @@
+"""Collecting a zoo model's statistics while it trains, through module hooks.
+
+Every GEMM of a zoo model is the only one of an `nn.Linear` or a `BatchedProduct` that is called once per forward, so
+a hook per module sees every site, and the module's name is the site's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from loka_sim.statistics import SiteStatistics
+from loka_sim.zoo.common import BatchedProduct
+from numerics.collect import StatisticsAccumulator
+
+# Rows of one update: a slice of consecutive ones, at a seeded place, so that a long sequence costs no more than a batch.
+MAX_ROWS = 4096
+
+
+class SiteCollector:
+    """Accumulates statistics of every site of a model while `enabled`.
+
+    Args:
+        model: A zoo model on the CPU.
+        rank: Factors of each covariance to keep (see `numerics.distributions`).
+        seed: Of the choice of rows where there are more than `MAX_ROWS`.
+    """
+
+    def __init__(self, model: nn.Module, rank: int, seed: int = 0) -> None:
+        """Registers the hooks."""
+        self.enabled = False
+        self._rank = rank
+        self._generator = torch.Generator().manual_seed(seed)
+        self._accumulators: dict[tuple[str, str], StatisticsAccumulator] = {}
+        self._modules = {
+            name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, BatchedProduct))
+        }
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_hook(self._hook(name)) for name, module in self._modules.items()
+        ]
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def result(self) -> dict[str, SiteStatistics]:
+        """Statistics by site; a linear layer's weight is read now.
+
+        Raises:
+            ValueError: a site was never seen with a gradient.
+        """
+        for name, module in self._modules.items():
+            if isinstance(module, nn.Linear):
+                weight = module.weight.detach()
+                self._update(name, "weight", weight, whole=True)
+                self._update(name, "weight_transposed", weight.T, whole=True)
+        sites = {}
+        for name in self._modules:
+            roles = ("activation", "weight", "weight_transposed", "grad_output")
+            if missing := [role for role in roles if (name, role) not in self._accumulators]:
+                raise ValueError(f"site {name} has no {missing[0]}; run a step with its gradient while collecting")
+            sites[name] = SiteStatistics(**{role: self._accumulators[name, role].result(self._rank) for role in roles})
+        return sites
+
+    def _hook(self, name: str) -> Any:
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if not self.enabled:
+                return
+            self._update(name, "activation", inputs[0])
+            if isinstance(module, BatchedProduct):
+                self._update(name, "weight", inputs[1].transpose(1, 2))
+                self._update(name, "weight_transposed", inputs[1])
+            if output.requires_grad:
+                output.register_hook(lambda gradient: self._update(name, "grad_output", gradient))
+
+        return hook
+
+    def _update(self, name: str, role: str, values: Tensor, whole: bool = False) -> None:
+        rows = values.detach().flatten(0, -2)
+        if not whole and rows.shape[0] > MAX_ROWS:
+            start = int(torch.randint(rows.shape[0] - MAX_ROWS + 1, (1,), generator=self._generator))
+            rows = rows[start : start + MAX_ROWS]
+        key = (name, role)
+        if key not in self._accumulators:
+            self._accumulators[key] = StatisticsAccumulator(rows.shape[1])
+        self._accumulators[key].update(rows.contiguous())
