@@ -172,6 +172,7 @@ def _scatter(document: Record) -> Record:
     x = log_around([1.0, min_speedup, *(entry[4]["speedup"] for entry in drawn)])
     y = log_around([max_mere, max_mere / 4, *(entry[4]["mere"] for entry in drawn)])
     longest = max((entry[3]["bf16_us"] for entry in drawn), default=1.0) or 1.0
+    crowd = min(1.0, max(0.65, (200 / max(len(drawn), 1)) ** 0.25))
     # Large ones first, so that small ones stay visible on top of them.
     drawn.sort(key=lambda entry: -entry[3]["bf16_us"])
 
@@ -184,7 +185,7 @@ def _scatter(document: Record) -> Record:
             "status": decided["status"],
             "x": x.at(candidate["speedup"]),
             "y": height(candidate["mere"]),
-            "r": round(3.2 + 8.5 * (decided["bf16_us"] / longest) ** 0.5, 2),
+            "r": round(crowd * (3.2 + 8.5 * (decided["bf16_us"] / longest) ** 0.5), 2),
             "tip": f"{site['name']}, {words.PASSES[name]}\n"
             f"{words.STATUSES[decided['status']][0]}: {words.kernel(candidate['kernel'])} at "
             f"{words.ratio(candidate['speedup'])}, MERE {words.percent(candidate['mere'])}\n"

@@ -57,7 +57,8 @@
       site.hidden = !fits || (!every && matching > FEW);
     }
     const visible = every ? matching : Math.min(matching, FEW);
-    shown.textContent = visible === sites.length ? `${visible} sites` : `${visible} of ${matching === sites.length ? sites.length : `${matching} matching`} sites`;
+    shown.textContent = !matching ? "no site matches" : visible === sites.length ? `${visible} sites`
+      : matching === sites.length ? `${visible} of ${matching} sites` : `${visible} of ${matching} matching sites`;
     more.hidden = every || matching <= FEW;
     more.textContent = `Show all ${matching} sites`;
   };
