@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +195,15 @@ def _summary(site: SiteStatistics) -> dict[str, dict[str, float]]:
     }
 
 
+def _storable(record: TensorStatistics) -> TensorStatistics:
+    """The record with no factor above its feature's deviation.
+
+    A feature that is all but constant has a deviation that rounds to nothing, and loadings that float16 cannot hold.
+    """
+    deviation = np.sqrt(np.maximum(record.second_moment - np.square(record.mean), 0.0))
+    return replace(record, factor=np.clip(record.factor, -deviation, deviation), _views={})
+
+
 def _pack(sites: dict[str, SiteStatistics]) -> tuple[dict[str, np.ndarray], dict[str, list[int | str]]]:
     """Arrays of one kind joined end to end over all records, site by site, in the order of `ROLES`; and the layout.
 
@@ -202,7 +211,7 @@ def _pack(sites: dict[str, SiteStatistics]) -> tuple[dict[str, np.ndarray], dict
     """
     parts: dict[str, list[np.ndarray]] = {}
     layout: dict[str, list[int | str]] = {}
-    records = [getattr(site, role) for site in sites.values() for role in ROLES]
+    records = [_storable(getattr(site, role)) for site in sites.values() for role in ROLES]
     for record in records:
         for kind, array in record.to_arrays().items():
             parts.setdefault(kind, []).append(array)
