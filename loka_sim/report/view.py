@@ -5,16 +5,10 @@ The template only lays out; each figure here comes from the document, none is co
 
 from __future__ import annotations
 
-from typing import Any
-
 from loka_sim.modelspec import PASSES
-from loka_sim.report import words
-from loka_sim.report.scale import Scale, linear_around, log_around
-
-SCATTER_HEIGHT = 340
-TOP_SITES = 12
-
-Record = dict[str, Any]
+from loka_sim.report import plots, words
+from loka_sim.report.plots import Record, family
+from loka_sim.report.scale import Scale
 
 
 def page(document: Record) -> Record:
@@ -22,11 +16,11 @@ def page(document: Record) -> Record:
     return {
         "facts": _facts(document),
         "verdict": _verdict(document),
-        "speedups": _speedups(document),
-        "steps": _steps(document),
+        "speedups": plots.speedups(document),
+        "steps": plots.steps(document),
         "statuses": _statuses(document),
-        "scatter": _scatter(document),
-        "waterfall": _waterfall(document),
+        "scatter": plots.scatter(document),
+        "waterfall": plots.waterfall(document),
         "sites": _sites(document),
         "communication": _communication(document),
         "trust": _trust(document),
@@ -34,6 +28,7 @@ def page(document: Record) -> Record:
             "max_mere": words.percent(document["settings"]["max_mere"]),
             "min_speedup": words.ratio(document["settings"]["min_speedup"]),
         },
+        "gpu": words.hardware(document["hardware"]["name"]),
         "document": document,
     }
 
@@ -41,7 +36,7 @@ def page(document: Record) -> Record:
 def _facts(document: Record) -> list[tuple[str, str]]:
     model, settings, statistics = document["model"], document["settings"], document["statistics"]
     facts = [
-        ("hardware", f"{settings['gpus']} × {document['hardware']['name']}"),
+        ("hardware", f"{settings['gpus']} × {words.hardware(document['hardware']['name'])}"),
         ("batch", f"{settings['batch']:,} per GPU"),
         ("GEMMs", f"{words.plural(model['sites'], 'site')}, {words.plural(model['passes'], 'pass')}"),
         ("per step", words.count(model["flops"], "FLOP")),
@@ -65,64 +60,6 @@ def _verdict(document: Record) -> Record:
     }
 
 
-def _speedups(document: Record) -> Record:
-    """The dense step's speedup over bf16, decision first, each with its interval."""
-    steps = [step for step in document["steps"] if step["name"] != "bf16"]
-    steps.sort(key=lambda step: step["name"] != "decision")
-    threshold = document["settings"]["min_speedup"]
-    edges = [step[key] for step in steps for key in ("speedup_low", "speedup_high")]
-    scale = linear_around([1.0, threshold, *edges])
-    return {
-        "rows": [
-            {
-                "name": step["name"],
-                "label": step["label"],
-                "low": scale.at(step["speedup_low"]),
-                "width": round(scale.at(step["speedup_high"]) - scale.at(step["speedup_low"]), 3),
-                "at": scale.at(step["speedup"]),
-                "speedup": words.ratio(step["speedup"]),
-                "interval": f"{words.ratio(step['speedup_low'])} to {words.ratio(step['speedup_high'])}",
-                "tone": "good" if step["speedup_low"] > 1 else "bad" if step["speedup_high"] < 1 else "open",
-            }
-            for step in steps
-        ],
-        "one": scale.at(1.0),
-        "threshold": scale.at(threshold),
-        "ticks": [(scale.at(tick), words.ratio(tick)) for tick in scale.ticks(5)],
-    }
-
-
-def _steps(document: Record) -> Record:
-    steps = document["steps"]
-    reference = next((step for step in steps if step["name"] == "bf16"), None)
-    scale = Scale(0.0, 1.04 * max([step["step_high_us"] for step in steps] + [1e-9]))
-    rows = []
-    for step in steps:
-        quantize = step["quantize_us"]
-        parts = (("gemm", step["gemm_us"] - quantize), ("quantize", quantize), ("around", step["around_us"]))
-        unsafe = step["unsafe_passes"]
-        rows.append(
-            {
-                "name": step["name"],
-                "label": step["label"],
-                "description": step["description"],
-                "parts": [{"kind": kind, "width": scale.at(us), "us": words.micro(us)} for kind, us in parts],
-                "low": scale.at(step["step_low_us"]),
-                "width": round(scale.at(step["step_high_us"]) - scale.at(step["step_low_us"]), 3),
-                "us": words.micro(step["step_us"]),
-                "interval": f"{words.micro(step['step_low_us'])} to {words.micro(step['step_high_us'])}",
-                "speedup": words.ratio(step["speedup"]),
-                "fp8": words.plural(step["fp8_passes"], "FP8 pass"),
-                "unsafe": f"{unsafe} unsafe" if unsafe else "",
-            }
-        )
-    return {
-        "rows": rows,
-        "reference": scale.at(reference["step_us"]) if reference else None,
-        "ticks": [(scale.at(tick), f"{tick:,g}") for tick in scale.ticks(5)],
-    }
-
-
 def _statuses(document: Record) -> list[Record]:
     counts = document["counts"]
     passes, flops = (max(sum(counts[key].values()), 1) for key in ("passes", "flops"))
@@ -138,99 +75,6 @@ def _statuses(document: Record) -> list[Record]:
         }
         for key, (label, meaning) in words.STATUSES.items()
     ]
-
-
-def shown_candidate(decided: Record, max_mere: float) -> Record | None:
-    """The FP8 kernel that stands for a pass on the plot: the chosen one, else the best that was considered.
-
-    Of an unsafe pass that is the fastest; of one not worth it the fastest among the accurate, where there are any.
-    None where no FP8 kernel has both a predicted time and a predicted error.
-    """
-    drawable = [
-        candidate
-        for candidate in decided["candidates"]
-        if candidate["illegal"] is None and candidate["speedup"] and candidate["mere"]
-    ]
-    for candidate in drawable:
-        if candidate["kernel"] == decided["kernel"]:
-            return {**candidate, "speedup": decided["speedup"], "mere": decided["mere"] or candidate["mere"]}
-    if decided["status"] == "not_worth_it":
-        drawable = [candidate for candidate in drawable if candidate["mere"] < max_mere] or drawable
-    return max(drawable, key=lambda candidate: candidate["speedup"], default=None)
-
-
-def _scatter(document: Record) -> Record:
-    max_mere, min_speedup = document["settings"]["max_mere"], document["settings"]["min_speedup"]
-    drawn, missing = [], dict.fromkeys(words.STATUSES, 0)
-    for index, site in enumerate(document["sites"]):
-        for name, decided in site["passes"].items():
-            candidate = shown_candidate(decided, max_mere)
-            if candidate is None:
-                missing[decided["status"]] += 1
-            else:
-                drawn.append((index, site, name, decided, candidate))
-    x = log_around([1.0, min_speedup, *(entry[4]["speedup"] for entry in drawn)])
-    y = log_around([max_mere, max_mere / 4, *(entry[4]["mere"] for entry in drawn)])
-    longest = max((entry[3]["bf16_us"] for entry in drawn), default=1.0) or 1.0
-    crowd = min(1.0, max(0.65, (200 / max(len(drawn), 1)) ** 0.25))
-    # Large ones first, so that small ones stay visible on top of them.
-    drawn.sort(key=lambda entry: -entry[3]["bf16_us"])
-
-    def height(value: float) -> float:
-        return round((100 - y.at(value)) * SCATTER_HEIGHT / 100, 2)
-
-    points = [
-        {
-            "site": index,
-            "status": decided["status"],
-            "x": x.at(candidate["speedup"]),
-            "y": height(candidate["mere"]),
-            "r": round(crowd * (3.2 + 8.5 * (decided["bf16_us"] / longest) ** 0.5), 2),
-            "tip": f"{site['name']}, {words.PASSES[name]}\n"
-            f"{words.STATUSES[decided['status']][0]}: {words.kernel(candidate['kernel'])} at "
-            f"{words.ratio(candidate['speedup'])}, MERE {words.percent(candidate['mere'])}\n"
-            f"{decided['m']:,} × {decided['n']:,} × {decided['k']:,}, bf16 {words.micro(decided['bf16_us'])} µs\n"
-            f"{decided['reason']}",
-        }
-        for index, site, name, decided, candidate in drawn
-    ]
-    left_out = [f"{words.plural(n, 'pass')} {words.STATUSES[key][0]}" for key, n in missing.items() if n]
-    return {
-        "points": points,
-        "height": SCATTER_HEIGHT,
-        "one": x.at(1.0),
-        "min_speedup": x.at(min_speedup),
-        "max_mere": height(max_mere),
-        "x_ticks": [(x.at(tick), f"{tick:g}×") for tick in x.ticks(7)],
-        "y_ticks": [(height(tick), f"{100 * tick:g}%") for tick in y.ticks(6)],
-        "left_out": ", ".join(left_out),
-        "statuses": [key for key in words.STATUSES if any(point["status"] == key for point in points)],
-    }
-
-
-def _waterfall(document: Record) -> Record:
-    """The sites that gain most, each starting where the one above it ended."""
-    gaining = sorted((site for site in document["sites"] if site["gain_us"] > 0), key=lambda site: -site["gain_us"])
-    total = sum(site["gain_us"] for site in gaining)
-    rows, run = [], 0.0
-    entries = [(site["name"], site["gain_us"], site["speedup"]) for site in gaining[:TOP_SITES]]
-    rest = gaining[TOP_SITES:]
-    if rest:
-        entries.append((words.plural(len(rest), "more site"), sum(site["gain_us"] for site in rest), None))
-    for name, gain, speedup in entries:
-        rows.append(
-            {
-                "name": name,
-                "gain": words.micro(gain),
-                "speedup": words.ratio(speedup) if speedup else "",
-                "start": round(100 * run / total, 3),
-                "width": round(100 * gain / total, 3),
-                "cumulative": words.percent((run + gain) / total),
-                "rest": speedup is None,
-            }
-        )
-        run += gain
-    return {"rows": rows, "total": words.micro(total), "sites": len(gaining)}
 
 
 def _sites(document: Record) -> list[Record]:
@@ -263,6 +107,7 @@ def _site(index: int, site: Record, longest: float) -> Record:
         "error": words.percent(max(errors)) if errors else "–",
         "before_width": round(100 * site["bf16_us"] / longest, 2),
         "after_width": round(100 * site["predicted_us"] / longest, 2),
+        "family": repr((family(site["name"]), output["n"], output["k"], [p["kernel"] for p in passes.values()])),
         "statuses": " ".join(dict.fromkeys(p["status"] for p in passes.values())),
         "gains": site["gain_us"] > 0,
         "sort": {
@@ -358,6 +203,8 @@ def _trust(document: Record) -> Record:
     statistics, held_out = document["statistics"], document["hardware"]["held_out"]
     matched = statistics["sites"]
     total = max(sum(matched.values()), 1)
+    errors = held_out["kernels"] if held_out else {}
+    gemms = {c["kernel"] for site in document["sites"] for p in site["passes"].values() for c in p["candidates"]}
     labels = {"exact": "same site", "role": "site of the same role", "assumed": "assumed, none found"}
     outside = [
         f"{site['name']}, {words.PASSES[name]}"
@@ -374,8 +221,11 @@ def _trust(document: Record) -> Record:
         and {
             "mape": f"{held_out['mape_percent']:.1f}%",
             "regret": None if held_out["regret_percent"] is None else f"{held_out['regret_percent']:.2f}%",
-            "kernels": sorted((name, f"{value:.1f}%", value) for name, value in held_out["kernels"].items()),
-            "worst": max([*held_out["kernels"].values(), 1e-9]),
+            "kernels": [
+                [(name, f"{value:.1f}%", value) for name, value in sorted(errors.items()) if (name in gemms) == wanted]
+                for wanted in (True, False)
+            ],
+            "worst": max([*errors.values(), 1e-9]),
             "command": held_out["command"],
         },
         "warnings": [entry["text"] for entry in document["statements"] if entry["level"] == "warning"],

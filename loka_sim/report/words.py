@@ -50,6 +50,11 @@ def kernel(name: str) -> str:
     return {"bf16 batched": "bf16"}.get(short, short)
 
 
+def hardware(name: str) -> str:
+    """A GPU's name: `h200` as people write it."""
+    return name.upper() if name.isalnum() else name
+
+
 def plural(number: int, noun: str) -> str:
     """`1 pass`, `2 passes`, `1 site`, `1,200 sites`."""
     if number == 1:

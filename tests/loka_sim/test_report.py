@@ -12,8 +12,8 @@ from html.parser import HTMLParser
 import pytest
 
 from loka_sim.report import render, words
+from loka_sim.report.plots import SCATTER_HEIGHT, family, family_name, shown_candidate
 from loka_sim.report.scale import Scale, linear_around, log_around
-from loka_sim.report.view import SCATTER_HEIGHT, shown_candidate
 from loka_sim.report.view import page as view
 from loka_sim.schemas import problem
 from perfmodel.kernels import KERNELS
@@ -284,6 +284,15 @@ def test_the_candidate_that_stands_for_a_pass():
     nothing = decided("illegal")
     nothing["candidates"] = nothing["candidates"][:1]
     assert shown_candidate(nothing, 0.2) is None
+
+
+def test_repeated_layers_are_one_family():
+    assert family("layers.3.fmb.mlp.0") == family("layers.12.fmb.mlp.0") != family("layers.3.fmb.mlp.2")
+    assert family("top") == "top"
+    assert family_name(["layers.12.out", "layers.10.out", "layers.11.out"]) == "layers.{10-12}.out"
+    assert family_name(["a.0.b.1", "a.7.b.1"]) == "a.{0,7}.b.1"
+    assert family_name(["top.0"]) == "top.0"
+    assert family_name(["top", "top"]) == "top"
 
 
 def test_bars_add_up(document):

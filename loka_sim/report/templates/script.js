@@ -46,21 +46,38 @@
   let every = sites.length <= FEW + 10;
   const off = new Set();
 
+  const fold = document.getElementById("fold");
+
   const refresh = () => {
     if (!table) return;
     const words = find.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const families = new Map();
     let matching = 0;
+    let rows = 0;
     for (const site of all("tbody.site", table)) {
       const name = site.dataset.name.toLowerCase();
       const fits = words.every((word) => name.includes(word)) && site.dataset.statuses.split(" ").some((s) => !off.has(s));
-      matching += fits;
-      site.hidden = !fits || (!every && matching > FEW);
+      site.hidden = true;
+      if (!fits) continue;
+      matching += 1;
+      const first = fold.checked && families.get(site.dataset.family);
+      if (first) {
+        first.alike += 1;
+      } else {
+        families.set(site.dataset.family, { site, alike: 0 });
+        rows += 1;
+        site.hidden = !every && rows > FEW;
+        site.querySelector(".alike").textContent = "";
+      }
     }
-    const visible = every ? matching : Math.min(matching, FEW);
-    shown.textContent = !matching ? "no site matches" : visible === sites.length ? `${visible} sites`
-      : matching === sites.length ? `${visible} of ${matching} sites` : `${visible} of ${matching} matching sites`;
-    more.hidden = every || matching <= FEW;
-    more.textContent = `Show all ${matching} sites`;
+    if (fold.checked) {
+      for (const { site, alike } of families.values()) {
+        site.querySelector(".alike").textContent = alike ? `and ${alike} alike` : "";
+      }
+    }
+    shown.textContent = !matching ? "no site matches" : matching === sites.length ? `${matching} sites` : `${matching} of ${sites.length} sites`;
+    more.hidden = every || rows <= FEW;
+    more.textContent = `Show ${rows - FEW} more`;
   };
   const unfold = (site, open) => {
     site.classList.toggle("open", open);
@@ -81,6 +98,7 @@
   };
   if (table) {
     find.addEventListener("input", refresh);
+    fold.addEventListener("change", refresh);
     more.addEventListener("click", () => { every = true; refresh(); });
     sorter.addEventListener("change", () => sort(sorter.value, sorter.value !== "name"));
     for (const head of all("th[data-sort]", table)) {
