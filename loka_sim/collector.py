@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -87,4 +88,6 @@ class SiteCollector:
         key = (name, role)
         if key not in self._accumulators:
             self._accumulators[key] = StatisticsAccumulator(rows.shape[1])
-        self._accumulators[key].update(rows.contiguous())
+        # A feature that is zero throughout a batch, as behind a dead ReLU, lies at minus infinity in a logarithm.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            self._accumulators[key].update(rows.contiguous())
