@@ -32,7 +32,7 @@ def speedups(document: Record) -> Record:
                 "interval": f"{words.ratio(step['speedup_low'])} to {words.ratio(step['speedup_high'])}",
                 "tone": "good" if step["speedup_low"] > 1 else "bad" if step["speedup_high"] < 1 else "open",
             }
-            for step in steps
+            for step in others
         ],
         "one": scale.at(1.0),
         "threshold": scale.at(threshold),
@@ -42,11 +42,11 @@ def speedups(document: Record) -> Record:
 
 def steps(document: Record) -> Record:
     """Every step's time as stacked parts, with its interval and bf16 as the reference."""
-    steps = document["steps"]
-    reference = next((step for step in steps if step["name"] == "bf16"), None)
-    scale = Scale(0.0, 1.04 * max([step["step_high_us"] for step in steps] + [1e-9]))
+    every = document["steps"]
+    reference = next((step for step in every if step["name"] == "bf16"), None)
+    scale = Scale(0.0, 1.04 * max([step["step_high_us"] for step in every] + [1e-9]))
     rows = []
-    for step in steps:
+    for step in every:
         quantize = step["quantize_us"]
         parts = (("gemm", step["gemm_us"] - quantize), ("quantize", quantize), ("around", step["around_us"]))
         unsafe = step["unsafe_passes"]
