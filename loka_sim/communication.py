@@ -7,6 +7,7 @@ gradients, all in bf16. Their sum is what would be exposed if nothing overlapped
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,15 +86,14 @@ def communication(spec: ModelSpec, gpus: int, hardware: str) -> Communication | 
     """
     if gpus == 1:
         return None
-    from perfmodel import collectives
-
     sizes = {"all_to_all": embedding_bytes(spec), "all_reduce": spec.dense_parameters * BF16_BYTES}
     times: dict[str, float] = {}
     try:
+        collectives = importlib.import_module("perfmodel.collectives")
         model = collectives.load(hardware)
         for what, size in sizes.items():
             times[what] = float(model.predict(what, gpus, size)) if size else 0.0
-    except (ValueError, FileNotFoundError) as error:
+    except (ImportError, ValueError, FileNotFoundError) as error:
         return Communication(gpus, sizes["all_to_all"], sizes["all_reduce"], missing=str(error).rstrip("."))
     # The gradients of the embeddings travel back the way that the embeddings came.
     return Communication(gpus, sizes["all_to_all"], sizes["all_reduce"], 2 * times["all_to_all"], times["all_reduce"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loka_sim.errors import UserError, expected_of_lower_floors
+from loka_sim.errors import UserError
 from loka_sim.modelspec import ModelSpec
 
 if TYPE_CHECKING:
@@ -91,22 +91,11 @@ def distributions(spec: ModelSpec, given: str | None, mods: Sequence[str]) -> Di
     return Distributions(origin, name, loaded.model, loaded.fingerprint, _provenance(loaded.manifest), sites)
 
 
-def zoo_specs() -> tuple[Path, ...]:
-    """Spec files of the zoo's models, small before production.
-
-    Raises:
-        DataError: the package's data are missing.
-    """
-    from perfmodel import data_folder
-
-    with expected_of_lower_floors():
-        folder = data_folder() / "specs"
-    return tuple(sorted(folder.glob("*.json"), key=lambda path: (path.stem.rpartition("-")[0], path.stem.endswith("production"))))
-
-
 def _provenance(manifest: Mapping[str, Any]) -> str | None:
     """Data set, steps and seed of a statistics folder, as far as its manifest says."""
-    parts = [str(manifest["dataset"])] if manifest.get("dataset") else []
+    dataset = manifest.get("dataset")
+    name = dataset.get("name") if isinstance(dataset, dict) else dataset
+    parts = [str(name)] if name else []
     parts += [f"{manifest['steps']:,} steps"] if isinstance(manifest.get("steps"), int) else []
     parts += [f"seed {manifest['seed']}"] if manifest.get("seed") is not None else []
     return ", ".join(parts) or None

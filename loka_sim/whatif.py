@@ -173,7 +173,8 @@ def whatif(
     with expected_of_lower_floors():
         timing = perfmodel.load(hardware)
         exchanged = communication(spec, gpus, hardware)
-    policy = Policy(max_mere, min_speedup, tuple(timing.hardware.capability))
+    major, minor = timing.hardware.capability
+    policy = Policy(max_mere, min_speedup, (major, minor))
     shapes = [SiteShape.of(site, size) for site in spec.sites]
     arounds = [around(site, size) for site in spec.sites]
     rows: set[Row] = {row for beside in arounds for row in beside.rows}

@@ -24,12 +24,14 @@ def run(arguments: argparse.Namespace) -> int:
         rows = [{**vars(spec), "min_capability": list(spec.min_capability)} for spec in KERNELS.values()]
         print_json({"schema_version": 1, "kind": "loka-sim/kernels", "kernels": rows})
         return 0
-    head = ("kernel", "kind", "left operand", "right operand", "accumulation", "multiples of")
-    body = []
+    gemms: list[tuple[str, ...]] = [("GEMM kernel", "left operand", "right operand", "accumulation", "multiples of")]
+    others: list[tuple[str, ...]] = [("other kernel", "kind", "multiples of")]
     for spec in KERNELS.values():
         multiples = [(letter, getattr(spec, f"multiple_{letter.lower()}")) for letter in "MNK"]
         wanted = ", ".join(f"{letter} {size}" for letter, size in multiples if size > 1)
-        accumulation = spec.accumulation if spec.recipe_a else ""
-        body.append((spec.name, spec.kind, spec.recipe_a or "", spec.recipe_b or "", accumulation, wanted))
-    print("\n".join(table([head, *body], "llllll", indent=0)))
+        if spec.recipe_a and spec.recipe_b:
+            gemms.append((spec.name, spec.recipe_a, spec.recipe_b, spec.accumulation, wanted))
+        else:
+            others.append((spec.name, spec.kind, wanted))
+    print("\n".join([*table(gemms, "lllll", indent=0), "", *table(others, "lll", indent=0)]))
     return 0

@@ -17,11 +17,11 @@ def run(arguments: argparse.Namespace) -> int:
     """List the shipped specs."""
     from loka_sim.cli.output import print_json, table
     from loka_sim.modelspec import load
-    from loka_sim.sources import zoo_specs
+    from loka_sim.resolve import zoo_names
     from loka_sim.statistics import default_name
 
     rows: list[dict[str, Any]] = []
-    for path in zoo_specs():
+    for path in zoo_names().values():
         spec = load(path)
         rows.append({
             "name": spec.name,

@@ -5,17 +5,15 @@ Drawn from the JSON document alone, so that it can say nothing that `--json` doe
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
-from loka_sim.cli.output import Style, figure, shorten, table, wrap
+from loka_sim.cli.output import Style, common_name, figure, role, shorten, table, wrap
 from loka_sim.modelspec import PASSES
 
 STATUS_WORDS = {"fast": "fast", "not_worth_it": "not worth it", "unsafe": "unsafe", "illegal": "illegal"}
 _COLOURS = {"fast": "green", "not_worth_it": "dim", "unsafe": "yellow", "illegal": "dim"}
 _TOP = 8
-_INDEX = re.compile(r"(?<![^.])\d+(?![^.#])")
 _BAR = 28
 
 
@@ -103,7 +101,7 @@ def _sites(document: dict[str, Any], style: Style) -> list[str]:
     for site in document["sites"]:
         if any(decided["status"] == "fast" for decided in site["passes"].values()):
             alike = tuple((name, p["kernel"], p["m"], p["n"], p["k"]) for name, p in site["passes"].items())
-            groups.setdefault((_INDEX.sub("*", site["name"]), alike), []).append(site)
+            groups.setdefault((role(site["name"]), alike), []).append(site)
     ranked = sorted(groups.values(), key=lambda group: (-_sum(group, "gain_us"), group[0]["name"]))
     rows: list[tuple[str, ...]] = [("top sites by gain", "sites", *PASSES, "bf16 us", "us", "gain", "MERE")]
     for group in ranked[:_TOP]:
@@ -111,7 +109,9 @@ def _sites(document: dict[str, Any], style: Style) -> list[str]:
         kernels = [kernel_word(passes[name]["kernel"]) if name in passes else "-" for name in PASSES]
         worst = max(d["mere"] for site in group for d in site["passes"].values() if d["mere"] is not None)
         figures = [figure(_sum(group, key)) for key in ("bf16_us", "predicted_us", "gain_us")]
-        rows.append((shorten(_common_name(group), 31), str(len(group)), *kernels, *figures, f"{worst:.3f}"))
+        rows.append(
+            (shorten(common_name([site["name"] for site in group]), 31), str(len(group)), *kernels, *figures, f"{worst:.3f}")
+        )
     head, *body = table(rows, "lrlllrrrr", gap=2)
     rest = ranked[_TOP:]
     number, gain = sum(map(len, rest)), sum(_sum(group, "gain_us") for group in rest)
@@ -121,12 +121,6 @@ def _sites(document: dict[str, Any], style: Style) -> list[str]:
 
 def _sum(sites: list[dict[str, Any]], key: str) -> float:
     return sum(site[key] for site in sites)
-
-
-def _common_name(sites: list[dict[str, Any]]) -> str:
-    """`layers.*.fmb.mlp.0`: a star where the sites' names have different indices."""
-    parts = zip(*(site["name"].split(".") for site in sites), strict=True)
-    return ".".join(some[0] if len(set(some)) == 1 else "*" for some in parts)
 
 
 def _statements(document: dict[str, Any], style: Style) -> list[str]:

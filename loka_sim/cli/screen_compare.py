@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from loka_sim.cli.output import Style, shorten, table, wrap
+from loka_sim.cli.output import Style, common_name, figure, role, shorten, table, wrap
 from loka_sim.cli.screen import STATUS_WORDS, kernel_word
 
-_TOP = 12
+_TOP = 8
 
 
 def compare_screen(document: dict[str, Any], style: Style) -> str:
@@ -63,31 +63,43 @@ def _counts(document: dict[str, Any], style: Style) -> list[str]:
 
 
 def _changes(document: dict[str, Any], style: Style) -> list[str]:
+    """Sites decided differently; those that are alike but for a layer index stand in one row, added up."""
     changes = document["changes"]
     if not changes:
         return [style("  every shared site is decided alike", "bold")]
-    rows = [("decided differently", "A -> B", "gain A us", "gain B us", "worth us", "of step")]
-    for change in changes[:_TOP]:
-        moves = "; ".join(f"{name} {kernel_word(p['a'])} -> {kernel_word(p['b'])}" for name, p in _short(change["passes"]))
-        worth = change["worth_us"]
-        rows.append((
-            shorten(change["site"], 26), shorten(moves, 34), f"{change['gain_a_us']:,.1f}", f"{change['gain_b_us']:,.1f}",
-            "?" if worth is None else f"{worth:,.1f}", "?" if worth is None else f"{change['worth_percent']:.2f}%",
-        ))  # fmt: skip
-    head, *body = table(rows, "llrrrr", gap=1)
-    rest = len(changes) - _TOP
-    more = [style(f"  and {rest} more sites (--json lists them)", "dim")] if rest > 0 else []
+    groups: dict[tuple[object, ...], list[dict[str, Any]]] = {}
+    for change in changes:
+        moves = tuple((name, pair["a"], pair["b"]) for name, pair in change["passes"].items())
+        groups.setdefault((role(change["site"]), moves), []).append(change)
+    ranked = sorted(groups.values(), key=lambda group: -abs(_worth(group, "worth_us")))
+    rows: list[tuple[str, ...]] = [("decided differently", "sites", "passes", "A", "B", "worth us", "of step")]
+    for group in ranked[:_TOP]:
+        first = (shorten(common_name([change["site"] for change in group]), 24), str(len(group)))
+        worth = (figure(_worth(group, "worth_us")), f"{_worth(group, 'worth_percent'):.2f}%")
+        for names, a, b in _moves(group[0]["passes"]):
+            rows.append((*first, names, kernel_word(a), kernel_word(b), *worth))
+            first, worth = ("", ""), ("", "")
+    head, *body = table(rows, "lrlllrr", gap=1)
+    rest = sum(len(group) for group in ranked[_TOP:])
+    more = [style(f"  and {rest} more sites (--json lists them)", "dim")] if rest else []
+    unknown = sum(change["worth_us"] is None for change in changes)
     total = (
-        f"  {len(changes)} sites changed. At B's settings, B's kernels beat A's by "
-        f"{document['worth_us']:,.1f} us ({document['worth_percent']:.1f}% of the dense step)."
+        f"{len(changes)} sites changed. At B's settings, A's kernels would cost {figure(document['worth_us'])} us more "
+        f"({document['worth_percent']:.1f}% of the dense step)."
     )
-    return [style(head, "dim"), *body, *more, "", style(total, "bold")]
+    lines = [style(line, "bold") for line in wrap(total, "  ", "  ")]
+    if unknown:
+        lines += wrap(f"Of {unknown} sites B knows no time for A's kernels; they are not in that sum.", "  ! ", "    ")
+    return [style(head, "dim"), *body, *more, "", *lines]
 
 
-def _short(passes: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Passes that changed alike as one: `all`, or their short names joined."""
-    names = {"output": "out", "grad_input": "gin", "grad_weight": "gw"}
+def _worth(changes: list[dict[str, Any]], key: str) -> float:
+    return sum(change[key] for change in changes if change[key] is not None)
+
+
+def _moves(passes: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Passes that changed alike as one: their names, the kernel in A and in B."""
     grouped: dict[tuple[str, str], list[str]] = {}
     for name, pair in passes.items():
-        grouped.setdefault((pair["a"], pair["b"]), []).append(names[name])
-    return [("all" if len(which) == len(names) else "+".join(which), {"a": a, "b": b}) for (a, b), which in grouped.items()]
+        grouped.setdefault((pair["a"], pair["b"]), []).append(name)
+    return [("all three" if len(names) == 3 else ", ".join(names), a, b) for (a, b), names in grouped.items()]

@@ -25,7 +25,7 @@ class Errors:
         self.capability = capability
         self._memo: dict[tuple[object, ...], Accuracy] = {}
         self._kept: list[object] = []
-        self._gaussians: dict[int, TensorStatistics] = {}
+        self._normal: TensorStatistics | None = None
 
     def of_site(self, shape: SiteShape, statistics: SiteStatistics | None) -> dict[tuple[str, str], Accuracy]:
         """Error per (pass, legal FP8 kernel).
@@ -61,11 +61,12 @@ class Errors:
         return g.resized(n).along_rows(), x.resized(k).along_rows()
 
     def _gaussian(self, features: int) -> TensorStatistics:
-        if features not in self._gaussians:
+        """Independent standard normal values; all widths are one record resized, since all features are alike."""
+        if self._normal is None:
             from numerics.distributions import gaussian
 
-            self._gaussians[features] = gaussian(features)
-        return self._gaussians[features]
+            self._normal = gaussian(128)
+        return self._normal.resized(features)
 
     def _predict(self, left: TensorStatistics, right: TensorStatistics, shape: tuple[int, int, int], kernel: str) -> Accuracy:
         spec = KERNELS[kernel]

@@ -9,6 +9,8 @@ import numpy as np
 import pandas
 import pytest
 
+from loka_sim.modelspec import Dim, Gemm, ModelSpec, Site, Table, linear_passes
+
 
 class MadeUpTimes:
     """Stands for `perfmodel.PerfModel`: a launch cost and a throughput per kind of kernel, and a fixed interval."""
@@ -46,3 +48,47 @@ class MadeUpTimes:
 @pytest.fixture
 def made_up_times() -> type[MadeUpTimes]:
     return MadeUpTimes
+
+
+def _model() -> ModelSpec:
+    """A small model with something of everything: large and small linears, a head, a batched product, tables."""
+    batch = Dim(0, 1)
+
+    def linear(name: str, n: int, k: int, **fields: object) -> Site:
+        return Site(name, "linear", linear_passes(batch, Dim(n), Dim(k)), weight=f"{name}.weight", **fields)  # type: ignore[arg-type]
+
+    product = {
+        "output": Gemm(Dim(32), Dim(32), Dim(64), batch),
+        "grad_input": Gemm(Dim(32), Dim(64), Dim(32), batch),
+        "grad_weight": Gemm(Dim(32), Dim(64), Dim(32), batch),
+    }
+    return ModelSpec(
+        "made-up", 2048,
+        (
+            linear("bottom.0", 512, 13, bias=True, activation="relu"),
+            Site("interaction", "bmm", product),
+            linear("top.0", 4096, 2048, bias=True, norm="layernorm", activation="silu"),
+            linear("top.1", 4096, 4096, activation="gelu"),
+            linear("top.2", 64, 256),
+            linear("head", 1, 4096, bias=True),
+        ),
+        tables=(Table("ids", 1_000_000, 64, "sum", 20.0), Table("tags", 5_000, 32, "none", 3.0)),
+        dense_parameters=4096 * 2048 + 4096 * 4096,
+        unaccounted=("fft: not a GEMM",),
+        source="made up",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def made_up_model() -> ModelSpec:
+    return _model()
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUpTimes:
+    """The made-up time model in place of the measured one."""
+    import perfmodel
+
+    times = MadeUpTimes()
+    monkeypatch.setattr(perfmodel, "load", lambda hardware="h200": times)
+    return times

@@ -1,0 +1,359 @@
+"""The command line: what a user sees, types wrong, and finds in the folder afterwards."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import loka_sim
+from loka_sim import modelspec
+from loka_sim.cli import main
+from loka_sim.cli.output import figure, shorten
+from loka_sim.dispatch import table
+from loka_sim.schemas import problem
+
+
+def run(capsys, *argv):
+    """Exit code, stdout and stderr of a command line."""
+    code = main([str(word) for word in argv])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def spec_file(made_up_model, tmp_path):
+    path = tmp_path / "model.yaml"
+    modelspec.save(made_up_model, path)
+    return path
+
+
+def subprocess_run(*argv, **options):
+    return subprocess.run([sys.executable, "-m", "loka_sim", *argv], capture_output=True, text=True, timeout=120, **options)
+
+
+# What it prints
+
+
+def test_whatif_prints_the_screen(capsys, made_up, spec_file, monkeypatch):
+    monkeypatch.chdir(spec_file.parent)
+    code, out, err = run(capsys, "whatif", spec_file.name)
+    assert code == 0 and err == ""
+    assert "FP8 pays: dense step" in out and "\x1b" not in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_command_line_and_api_agree(capsys, made_up, spec_file):
+    code, out, _ = run(
+        capsys,
+        "whatif",
+        spec_file,
+        "--batch",
+        4096,
+        "--gpus",
+        3,
+        "--mods",
+        "no_bias",
+        "--max-mere",
+        0.1,
+        "--min-speedup",
+        1.2,
+        "--json",
+    )
+    answer = loka_sim.whatif(str(spec_file), batch=4096, gpus=3, mods=["no_bias"], max_mere=0.1, min_speedup=1.2)
+    document = json.loads(out)
+    assert code == (0 if answer.pays else 1) and document == answer.to_dict()
+    assert problem(document, "whatif") is None
+
+
+def test_the_command_in_the_document_repeats_it(capsys, made_up, spec_file):
+    _, out, _ = run(capsys, "whatif", spec_file, "--batch", 512, "--mods", "all", "--gpus", 2, "--json")
+    words = json.loads(out)["command"].split()
+    assert words[:2] == ["loka-sim", "whatif"]
+    _, again, _ = run(capsys, *words[1:], "--json")
+    assert json.loads(again) == json.loads(out)
+
+
+def test_a_negative_verdict_is_exit_code_1(capsys, made_up, spec_file):
+    code, out, err = run(capsys, "whatif", spec_file, "--min-speedup", 50)
+    assert code == 1 and err == ""
+    assert "FP8 does not pay" in out
+
+
+@pytest.mark.parametrize("verb", ["models", "kernels"])
+def test_lists(capsys, verb):
+    code, out, err = run(capsys, verb)
+    assert code == 0 and err == "" and max(map(len, out.splitlines())) <= 100
+    code, out, err = run(capsys, verb, "--json")
+    document = json.loads(out)
+    assert code == 0 and document["schema_version"] == 1 and document[verb]
+    names = {entry["name"] for entry in document[verb]}
+    assert ("wukong-production" if verb == "models" else "torch/fp8_rowwise_fast") in names
+
+
+def test_capture_writes_a_spec_that_reads_back(capsys, spec_file, made_up_model, tmp_path):
+    target = tmp_path / "copy.json"
+    code, out, _ = run(capsys, "capture", spec_file, "--out", target)
+    assert code == 0 and "6 sites" in out and "fft: not a GEMM" in out
+    assert modelspec.load(target) == made_up_model
+    code, out, _ = run(capsys, "capture", spec_file, "--json")
+    assert json.loads(out) == json.loads(target.read_text())
+
+
+def test_version_and_help(capsys):
+    assert run(capsys, "--version")[:2] == (0, f"loka-sim {loka_sim.__version__}\n")
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    for verb in ("whatif", "compare", "export", "capture", "models", "kernels"):
+        assert f"    {verb} " in out
+        code, text, _ = run(capsys, verb, "--help")
+        assert code == 0 and "--json" in text
+
+
+def test_help_imports_nothing_heavy():
+    program = (
+        "import sys; from loka_sim.cli import main; code = main(['whatif', '--help']); "
+        "heavy = {'torch', 'numpy', 'pandas', 'xgboost', 'sklearn', 'jsonschema', 'yaml'} & set(sys.modules); "
+        "sys.exit(code or bool(heavy))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60).returncode == 0
+
+
+def test_whatif_of_a_zoo_model_needs_no_torch():
+    program = (
+        "import sys; from loka_sim.cli import main; code = main(['whatif', 'wukong-small', '--json']); "
+        "print(sorted({'torch', 'torchao'} & set(sys.modules)), file=sys.stderr); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stderr == "[]\n"
+    document = json.loads(done.stdout)
+    assert problem(document, "whatif") is None
+    assert document["statistics"]["name"] == "wukong-small" and document["statistics"]["sites"]["assumed"] == 0
+    assert done.returncode == (0 if document["verdict"]["pays"] else 1)
+
+
+def test_no_colour_without_a_terminal_and_with_no_color(monkeypatch):
+    from loka_sim.cli.output import Style
+
+    assert not Style.of_stdout().enabled
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert Style.of_stdout().enabled
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not Style.of_stdout().enabled
+
+
+def test_a_reader_that_leaves_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "loka_sim", "kernels"], stdout=write, stderr=subprocess.PIPE, timeout=60)
+    os.close(write)
+    assert done.returncode == 141 and done.stderr == b""
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "expected"),
+    [("a.b.c", 5, "a.b.c"), ("layers.3.interaction.dhen.1.out", 20, "layers.….dhen.1.out"), ("abcdefghij", 7, "ab…ghij")],
+)
+def test_shorten(text, width, expected):
+    assert shorten(text, width) == expected and len(expected) <= width
+
+
+def test_figures():
+    assert [figure(value) for value in (3.14159, 99.94, 100.4, 12345.6)] == ["3.1", "99.9", "100", "12,346"]
+
+
+# The run folder
+
+
+def test_out_holds_table_report_document_and_manifest(capsys, made_up, spec_file, tmp_path):
+    folder = tmp_path / "runs" / "first"
+    code, out, err = run(capsys, "whatif", spec_file, "--out", folder)
+    assert code == 0 and err == "" and f"loka-sim export {folder}/dispatch_table.json --to torchao" in out
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "dispatch_table.json",
+        "manifest.json",
+        "report.html",
+        "whatif.json",
+    ]
+    assert [path.name for path in folder.parent.iterdir()] == ["first"]
+    document = json.loads((folder / "whatif.json").read_text())
+    assert document == loka_sim.whatif(str(spec_file)).to_dict()
+    assert table.load(folder) == table.from_whatif(document)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["command"] == ["loka-sim", "whatif", str(spec_file), "--out", str(folder)]
+    assert manifest["inputs"]["model_fingerprint"] == document["model"]["fingerprint"]
+    for name, entry in manifest["files"].items():
+        payload = (folder / name).read_bytes()
+        assert entry == {"sha256": hashlib.sha256(payload).hexdigest(), "bytes": len(payload)}
+    assert folder.stat().st_mode & 0o777 == 0o755
+
+
+def test_out_replaces_a_run_of_ours(capsys, made_up, spec_file, tmp_path):
+    folder = tmp_path / "run"
+    for batch in (2048, 4096):
+        assert run(capsys, "whatif", spec_file, "--batch", batch, "--out", folder)[0] == 0
+        assert json.loads((folder / "whatif.json").read_text())["settings"]["batch"] == batch
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.yaml", "run"]
+
+
+def test_out_takes_an_empty_folder(capsys, made_up, spec_file, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert run(capsys, "whatif", spec_file, "--out", tmp_path / "empty")[0] == 0
+
+
+def test_out_leaves_other_folders_alone(capsys, made_up, spec_file, tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("keep me")
+    code, out, err = run(capsys, "whatif", spec_file, "--out", folder)
+    assert code == 2 and out == "" and "holds other files" in err
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+    # A run of ours in which somebody keeps a file is not ours to replace either.
+    run(capsys, "whatif", spec_file, "--out", tmp_path / "run")
+    (tmp_path / "run" / "notes.txt").write_text("keep me")
+    assert run(capsys, "whatif", spec_file, "--out", tmp_path / "run")[0] == 2
+    assert (tmp_path / "run" / "notes.txt").read_text() == "keep me"
+
+
+def test_a_failure_while_writing_leaves_the_older_run(capsys, made_up, spec_file, tmp_path, monkeypatch):
+    import loka_sim.run_folder as module
+
+    folder = tmp_path / "run"
+    assert run(capsys, "whatif", spec_file, "--out", folder)[0] == 0
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def full(self, payload):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.Path, "write_bytes", full)
+    code, out, err = run(capsys, "whatif", spec_file, "--batch", 512, "--out", folder)
+    assert code == 2 and out == "" and "No space left on device" in err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.yaml", "run"]
+
+
+def test_save_run_is_the_same_folder(capsys, made_up, spec_file, tmp_path):
+    run(capsys, "whatif", spec_file, "--out", tmp_path / "a")
+    loka_sim.save_run(loka_sim.whatif(str(spec_file)), tmp_path / "b")
+    for name in ("whatif.json", "dispatch_table.json", "report.html"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+# What users get wrong
+
+
+def broken(path: Path, how: str) -> Path:
+    """A damaged copy of a spec file."""
+    document = modelspec.load(path).to_dict()
+    target = path.with_name(f"{how}.json")
+    if how == "unknown_key":
+        document["sitess"] = []
+    if how == "negative":
+        document["sites"][0]["passes"]["output"]["n"] = -512
+    text = json.dumps(document)
+    target.write_text(text[: len(text) // 2] if how == "truncated" else text)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("unknown_key", "sitess"), ("negative", "-512"), ("truncated", "truncated")]
+)  # fmt: skip
+def test_broken_spec_files(capsys, spec_file, how, words):
+    path = broken(spec_file, how)
+    code, out, err = run(capsys, "whatif", path)
+    assert code in (2, 3) and out == ""
+    assert err.count("\n") == 1 and words in err and path.name in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["whatif", "wukongg"], 2, "did you mean wukong"),
+        (["whatif", "no_such_package.model:make"], 2, "no_such_package"),
+        (["whatif", "json:no_such_function"], 2, "no_such_function"),
+        (["whatif", "wukong", "--batch", "many"], 2, "--batch"),
+        (["whatif", "wukong", "--batch", "-1"], 2, "--batch -1 is not positive"),
+        (["whatif", "wukong", "--hardware", "tpu"], 2, "tpu"),
+        (["whatif", "wukong", "--mods", "faster"], 2, "unknown mod 'faster'"),
+        (["whatif", "wukong", "--statistics", "nowhere"], 2, "nowhere"),
+        (["whatif", "dlrm-small", "--statistics", "wukong-small"], 2, "do not fit model"),
+        (["whatif"], 2, "MODEL"),
+        (["whatif", "wukong", "--nonsense"], 2, "--nonsense"),
+        (["what"], 2, "invalid choice: 'what'"),
+        ([], 2, "VERB"),
+        (["compare", "nowhere", "nothing"], 3, "nowhere"),
+        (["export", "nowhere.json"], 3, "nowhere.json"),
+    ],
+)
+def test_bad_input_is_one_line(capsys, tmp_path, monkeypatch, argv, code, words):
+    monkeypatch.chdir(tmp_path)
+    found, out, err = run(capsys, *argv)
+    assert (found, out) == (code, "")
+    assert err.startswith("loka-sim: ") and err.count("\n") == 1 and words in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_import_that_fails_is_one_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "their_model_that_fails.py").write_text("raise RuntimeError('no license')\n")
+    code, out, err = run(capsys, "whatif", "their_model_that_fails:make")
+    assert (code, out) == (2, "") and err.count("\n") == 1 and "no license" in err
+
+
+def test_out_that_cannot_be_written_is_refused_before_the_work(capsys, made_up, spec_file, tmp_path):
+    (tmp_path / "file").write_text("")
+    for target in (tmp_path / "file", tmp_path / "file" / "run"):
+        code, out, err = run(capsys, "whatif", spec_file, "--out", target)
+        assert (code, out) == (2, "") and err.count("\n") == 1 and str(target) in err
+    assert made_up.calls == 0
+
+
+def test_export_that_cannot_be_written(capsys, made_up, spec_file, tmp_path):
+    run(capsys, "whatif", spec_file, "--out", tmp_path / "run")
+    (tmp_path / "file").write_text("")
+    code, out, err = run(capsys, "export", tmp_path / "run", "--to", "torchao", "--out", tmp_path / "file" / "fp8.py")
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    code, out, err = run(capsys, "export", tmp_path / "run", "--to", "megatron")
+    assert (code, out) == (2, "") and "megatron" in err and err.count("\n") == 1
+
+
+def test_export_writes_a_module(capsys, made_up, spec_file, tmp_path):
+    run(capsys, "whatif", spec_file, "--out", tmp_path / "run")
+    code, out, _ = run(capsys, "export", tmp_path / "run", "--out", tmp_path / "fp8.py")
+    assert code == 0 and "modules in FP8" in out
+    source = (tmp_path / "fp8.py").read_text()
+    compile(source, "fp8.py", "exec")
+    code, out, _ = run(capsys, "export", tmp_path / "run" / "dispatch_table.json")
+    assert code == 0 and out == source
+
+
+def test_a_bug_says_so(capsys, monkeypatch):
+    import loka_sim.whatif  # noqa: F401
+
+    def explode(*_, **__):
+        raise ZeroDivisionError("the 7th site")
+
+    monkeypatch.setattr(sys.modules["loka_sim.whatif"], "whatif", explode)
+    code, out, err = run(capsys, "whatif", "wukong")
+    assert (code, out) == (101, "")
+    assert "Traceback" in err and "the 7th site" in err and err.endswith("please report the lines above with the command\n")
+
+
+def test_an_interrupt_is_quiet(capsys, monkeypatch):
+    import loka_sim.whatif  # noqa: F401
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["loka_sim.whatif"], "whatif", interrupt)
+    assert run(capsys, "whatif", "wukong") == (130, "", "loka-sim: interrupted\n")
+
+
+def test_python_dash_m():
+    done = subprocess_run("whatif", "wukongg")
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
