@@ -32,6 +32,7 @@ def is_product(name: str) -> bool:
 
 # Files whose frames stand between an operator's caller and the recorder.
 BETWEEN = (__file__, "torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/_ops.py", "torch/utils/_python_dispatch.py")
+OWN_NODES = ("MmBackward0", "AddmmBackward0", "BmmBackward0", "BaddbmmBackward0")
 COPIES = (aten._to_copy, aten.clone)
 
 
@@ -141,7 +142,7 @@ class Recorder(TorchDispatchMode):
         self._counts: Counter[str] = Counter()
         self._repeated = -1
         self._alive: list[Any] = []  # a storage that is freed would give its identity to another
-        self._pending: tuple[RawSite, torch.Tensor] | None = None
+        self._pending: list[tuple[RawSite, torch.Tensor]] = []
 
     @property
     def module(self) -> str:
@@ -274,7 +275,7 @@ class Recorder(TorchDispatchMode):
         if torch.is_grad_enabled():
             owner.needs = needs
         self._nodes.setdefault(torch._C._autograd._get_sequence_nr() - 1, []).append(owner)
-        self._pending = (owner, result)
+        self._pending.append((owner, result))
 
     def _original(self, again: RawSite) -> RawSite | None:
         """The site of the first forward that `again` repeats.
@@ -298,24 +299,28 @@ class Recorder(TorchDispatchMode):
         return self.sites[self._repeated]
 
     def _settle(self) -> None:
-        """Take the last forward GEMM's node from its result, now that it is there.
+        """Take the last forward GEMMs' nodes from their results, now that they are there.
 
-        The node is made before the operator runs, so its number is nearly always the last one given out: not if
-        autograd had to rebuild an operand's history in between. The result knows, until something changes it in place.
+        A node is made before its operator runs, so its number is nearly always the last one given out: not if autograd
+        had to rebuild an operand's history in between, or a custom function called another one before its product.
+        The result knows, until something changes it in place.
         """
-        if self._pending is None:
-            return
-        (site, result), self._pending = self._pending, None
-        node = result.grad_fn
-        if node is not None and node.name() in ("MmBackward0", "AddmmBackward0", "BmmBackward0", "BaddbmmBackward0"):
-            owners = self._nodes.setdefault(node._sequence_nr(), [])
-            if site not in owners:
-                owners.append(site)
+        if not self._pending or not torch.is_grad_enabled():
+            return  # inside a custom function, whose node its results get when it ends
+        for site, result in self._pending:
+            node = result.grad_fn
+            if node is not None and (site.needs is None or node.name() in OWN_NODES):
+                owners = self._nodes.setdefault(node._sequence_nr(), [])
+                if site not in owners:
+                    owners.append(site)
+        self._pending.clear()
 
     def _backward(self, number: int, left: torch.Tensor, right: torch.Tensor) -> None:
-        gemm = measure(left, right)
-        for site in self._nodes.get(number, ()):
-            for name in self._likely(site, {storage(left), storage(right)}):
+        gemm, operands = measure(left, right), {storage(left), storage(right)}
+        # Inside a custom function that calls another one, the last number is not the function's: there the operands tell.
+        unknown = [site for site in reversed(self.sites) if site.needs is None and operands & (site.left | site.right)]
+        for site in (*self._nodes.get(number, ()), *unknown):
+            for name in self._likely(site, operands):
                 found = self._oriented(site, name, gemm, storage(left))
                 if found and name not in site.passes:
                     site.passes[name] = found

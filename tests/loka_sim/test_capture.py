@@ -135,6 +135,34 @@ class HandWritten(torch.autograd.Function):
         return g @ w, g.t() @ x
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+class Nested(HandWritten):
+    """A function that calls another one before its product."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return Doubled.apply(x).mul(0.5) @ w.t()
+
+
+class NestedFunction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.empty(8, 8)), nn.Parameter(torch.empty(8, 8))
+
+    def forward(self, x):
+        return Nested.apply(Nested.apply(x, self.one).relu(), self.two)
+
+
 class CustomFunction(nn.Module):
     def __init__(self):
         super().__init__()
@@ -231,6 +259,7 @@ MODELS = {
     ),
     "frozen": (Frozen, floats(8, 8), "last frozen middle square last#2"),
     "custom function": (CustomFunction, floats(8, 8), "(root) (root)#2"),
+    "nested function": (NestedFunction, floats(8, 8), "(root) (root)#2"),
     "in place": (InPlace, floats(8, 8), "one three two"),
     "cross": (Cross, floats(8, 10), "u v"),
     "sliced": (Sliced, floats(8, 8), "linear"),
