@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from numerics.errors import gemm_error as gemm_error
     from numerics.formats import FORMATS as FORMATS
     from numerics.formats import Format as Format
+    from numerics.predict import predict_gemm_error as predict_gemm_error
+    from numerics.predict import predict_gemm_errors as predict_gemm_errors
     from numerics.quantization import QuantizedTensor as QuantizedTensor
     from numerics.quantization import fake_quantize as fake_quantize
     from numerics.quantization import quantize as quantize
@@ -38,6 +40,8 @@ _HOMES = {
     "fp8_matmul": "accumulate",
     "gaussian": "distributions",
     "gemm_error": "errors",
+    "predict_gemm_error": "predict",
+    "predict_gemm_errors": "predict",
     "quantize": "quantization",
     "sample": "distributions",
 }

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import torch
 
+from numerics.errors import ACCUMULATIONS
 from numerics.formats import FORMATS, Format
 from numerics.reference import FRACTION_BITS, GROUP, PROMOTION
 from numerics.rounding import decode, exponent_of, power_of_two
 
-ACCUMULATIONS = ("hopper_fast", "hopper_split", "fp32", "exact")
 FLOAT8 = {
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",

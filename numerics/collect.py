@@ -173,7 +173,7 @@ class StatisticsAccumulator:
         energy = np.square(magnitude[present], dtype=np.float64)
         weight = magnitude.size
         for index, scope in enumerate(SCOPES):
-            below = (amaxes[scope] - log)[present]
+            below = np.broadcast_to(amaxes[scope], log.shape)[present] - log[present]
             bins = np.minimum((below * BINS_PER_OCTAVE).astype(np.int64) + 1, PROFILE_BINS - 1)
             bins[below <= 0] = 0
             self._counts[index] += np.bincount(bins, minlength=PROFILE_BINS)

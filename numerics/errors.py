@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # decide it. The floor is bf16's half step (2^-8) of the outputs' root mean square: what lies below it drowns in
 # the rounding of the outputs that it is added to.
 MERE_FLOOR = 2.0**-8
+ACCUMULATIONS = ("hopper_fast", "hopper_split", "fp32", "exact")
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ def gemm_error(
     recipes = Recipe.parse(recipe_a), Recipe.parse(recipe_b)
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"a is {tuple(a.shape)} and b is {tuple(b.shape)}; both must be (rows, K) with the same K")
-    if accumulation not in ("hopper_fast", "hopper_split", "fp32", "exact"):
-        raise ValueError(f"unknown accumulation {accumulation!r}; choose hopper_fast, hopper_split, fp32 or exact")
+    if accumulation not in ACCUMULATIONS:
+        raise ValueError(f"unknown accumulation {accumulation!r}; choose one of {', '.join(ACCUMULATIONS)}")
     emulated = accumulation.startswith("hopper")
     for recipe in recipes:
         if emulated and recipe.format not in ("e4m3", "e5m2"):
