@@ -102,7 +102,7 @@ def scatter(document: Record) -> Record:
                 missing[decided["status"]] += 1
             else:
                 drawn.append((index, site, name, decided, candidate))
-    x = log_around([1.0, min_speedup, *(entry[4]["speedup"] for entry in drawn)])
+    x = log_around([1.0, 1.2 * min_speedup, *(entry[4]["speedup"] for entry in drawn)])
     y = log_around([max_mere, max_mere / 4, *(entry[4]["mere"] for entry in drawn)])
     longest = max((entry[3]["bf16_us"] for entry in drawn), default=1.0) or 1.0
     crowd = min(1.0, max(0.65, (200 / max(len(drawn), 1)) ** 0.25))
