@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from numerics.distributions import BINS_PER_OCTAVE, LEVELS, PROFILE_BINS, ROW_LEVELS, SCOPES, TensorStatistics
+from numerics.distributions import BINS_PER_OCTAVE, LEVELS, PHASES, PROFILE_BINS, ROW_LEVELS, SCOPES, TensorStatistics
 
 # Values are counted by sign, exponent and three bits of their fraction: exact to merge, 6% wide at most.
 _FRACTION_BITS = 3
@@ -46,7 +46,7 @@ class StatisticsAccumulator:
         self._counts = np.zeros((len(SCOPES), PROFILE_BINS))
         self._energy = np.zeros((len(SCOPES), PROFILE_BINS))
         self._lengths = np.zeros(len(SCOPES))
-        self._amaxes = np.zeros((len(SCOPES), 3))  # count, sum and sum of squares of log2(amax)
+        self._phases = np.zeros((len(SCOPES), PHASES))
         self._profiled = 0.0
 
     def update(self, values: Any) -> None:
@@ -90,7 +90,7 @@ class StatisticsAccumulator:
         self._scatter.merge(other._scatter, delta, self.rows * other.rows / total)
         self._mean = self._mean + delta * (other.rows / total)
         self._amax = np.maximum(self._amax, other._amax)
-        for name in ("_squares", "_zeros", "_counts", "_energy", "_lengths", "_amaxes", "_profiled"):
+        for name in ("_squares", "_zeros", "_counts", "_energy", "_lengths", "_phases", "_profiled"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("_pooled", "_centred", "_nonzero", "_row_rms"):
             getattr(self, name).merge(getattr(other, name))
@@ -126,12 +126,8 @@ class StatisticsAccumulator:
             profile_counts=(self._counts / max(self._profiled, 1.0)).astype(single),
             profile_energy=(self._energy / np.maximum(self._energy.sum(1, keepdims=True), 1e-300)).astype(single),
             profile_lengths=(self._lengths / max(self._profiled, 1.0)).astype(single),
-            profile_amax=self._log_amax().astype(single), spiked=spiked,
+            profile_phase=(self._phases / np.maximum(self._phases.sum(1, keepdims=True), 1e-300)).astype(single), spiked=spiked,
         )  # fmt: skip
-
-    def _log_amax(self) -> np.ndarray:
-        count, total, squares = self._amaxes.T / np.maximum(self._amaxes[:, 0], 1.0)
-        return np.stack([total, np.sqrt(np.maximum(squares - np.square(total), 0.0))], 1) * count[:, None]
 
     def _count_values(self, x: np.ndarray) -> None:
         x = x[:_PROFILE_ROWS]
@@ -156,32 +152,29 @@ class StatisticsAccumulator:
         rows, features = magnitude.shape
         with np.errstate(divide="ignore"):
             log = np.log2(magnitude)
-            amaxes = {
-                "tensor": np.log2(scale), "column": np.log2(column),
-                "row": np.log2(magnitude.max(1, keepdims=True)),
-                "row128": np.log2(_block_amax(magnitude, 1, 128)), "row32": np.log2(_block_amax(magnitude, 1, 32)),
-                "column128": np.log2(_block_amax(magnitude, 128, 1)), "column32": np.log2(_block_amax(magnitude, 32, 1)),
-                "tile128": np.log2(_block_amax(magnitude, 128, 128)),
-            }  # fmt: skip
+            amaxes = {"tensor": np.log2(scale), "column": np.log2(column), "row": np.log2(magnitude.max(1, keepdims=True))}
+            for block in (128, 32, 16):
+                amaxes[f"row{block}"] = np.log2(_block_amax(magnitude, 1, block))
+                amaxes[f"column{block}"] = np.log2(_block_amax(magnitude, block, 1))
+            amaxes["tile128"] = np.log2(_block_amax(magnitude, 128, 128))
         lengths = {
             "tensor": x.size, "row": features, "row128": min(features, 128), "row32": min(features, 32),
-            "column": x.shape[0], "column128": min(rows, 128), "column32": min(rows, 32),
-            "tile128": min(rows, 128) * min(features, 128),
+            "row16": min(features, 16), "column": x.shape[0], "column128": min(rows, 128), "column32": min(rows, 32),
+            "column16": min(rows, 16), "tile128": min(rows, 128) * min(features, 128),
         }  # fmt: skip
         present = magnitude > 0
-        # Relative to the largest value, so that squares of tiny gradients do not vanish; weighted back after.
         energy = np.square(magnitude[present], dtype=np.float64)
+        octaves = log[present]
         weight = magnitude.size
         for index, scope in enumerate(SCOPES):
-            below = np.broadcast_to(amaxes[scope], log.shape)[present] - log[present]
+            below = np.broadcast_to(amaxes[scope], log.shape)[present] - octaves
             bins = np.minimum((below * BINS_PER_OCTAVE).astype(np.int64) + 1, PROFILE_BINS - 1)
             bins[below <= 0] = 0
             self._counts[index] += np.bincount(bins, minlength=PROFILE_BINS)
             self._energy[index] += np.bincount(bins, energy, minlength=PROFILE_BINS)
             self._lengths[index] += lengths[scope] * weight
-            peaks = np.asarray(amaxes[scope], np.float64)
-            peaks = peaks[np.isfinite(peaks)]
-            self._amaxes[index] += [1.0, peaks.mean(), np.square(peaks).mean()]
+            phase = ((octaves[bins == 0] % 1.0) * PHASES).astype(np.int64) % PHASES
+            self._phases[index] += np.bincount(phase, energy[bins == 0], minlength=PHASES)
         self._profiled += weight
 
 

@@ -17,12 +17,13 @@ import numpy as np
 from numerics.normal import normal_quantile
 
 # Scopes that share one scale, and what each spans of a (rows, features) tensor. A profile is kept for each.
-SCOPES = ("tensor", "row", "row128", "row32", "column", "column128", "column32", "tile128")
+SCOPES = ("tensor", "row", "row128", "row32", "row16", "column", "column128", "column32", "column16", "tile128")
 
 # A profile says where values lie below the amax of their scope: bin 0 is the amax itself (a scaled amax is
 # representable, so it carries no rounding error), then quarter octaves, then all that is further below.
 BINS_PER_OCTAVE = 4
 PROFILE_OCTAVES = 24
+PHASES = 16
 PROFILE_BINS = BINS_PER_OCTAVE * PROFILE_OCTAVES + 2
 
 _TAILS = 2.0 ** -np.arange(24, 3, -1.0)
@@ -31,10 +32,10 @@ LEVELS = np.concatenate([[0.0], _TAILS, np.linspace(1 / 16, 15 / 16, 57)[1:-1], 
 ROW_LEVELS = (np.arange(16) + 0.5) / 16
 
 _VECTORS = ("mean", "second_moment", "amax", "zero_share", "residual")
-_PROFILES = ("profile_counts", "profile_energy", "profile_lengths", "profile_amax")
+_PROFILES = ("profile_counts", "profile_energy", "profile_lengths", "profile_phase")
 _ARRAYS = (*_VECTORS, "factor", "quantiles", "shape_quantiles", "row_rms", *_PROFILES)
 _SINGLE_PRECISION = (
-    "mean", "second_moment", "amax", "residual", "quantiles", "shape_quantiles", "profile_lengths", "profile_amax",
+    "mean", "second_moment", "amax", "residual", "quantiles", "shape_quantiles", "profile_lengths",
 )  # fmt: skip
 
 
@@ -58,7 +59,7 @@ class TensorStatistics:
         profile_counts: (scopes, bins) share of all elements that lie in a bin below the amax of their scope.
         profile_energy: (scopes, bins) share of the sum of squares in that bin.
         profile_lengths: (scopes,) elements that shared an amax when the profile was taken.
-        profile_amax: (scopes, 2) mean and deviation of log2(amax) over the scopes that are not all zero.
+        profile_phase: (scopes, 16) where amax lies inside its octave: shares of sixteenths of log2(amax), by amax^2.
         contraction: `features` or `rows`: the axis that a GEMM sums over, see `along_features`.
     """
 
@@ -75,7 +76,7 @@ class TensorStatistics:
     profile_counts: np.ndarray
     profile_energy: np.ndarray
     profile_lengths: np.ndarray
-    profile_amax: np.ndarray
+    profile_phase: np.ndarray
     spiked: bool = False
     contraction: str = "features"
     _views: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -88,7 +89,7 @@ class TensorStatistics:
         """
         expected: dict[str, tuple[int, ...]] = {name: (self.features,) for name in _VECTORS}
         expected |= {"factor": (self.factor.shape[0], self.features), "profile_lengths": (len(SCOPES),)}
-        expected |= {"profile_amax": (len(SCOPES), 2)}
+        expected |= {"profile_phase": (len(SCOPES), PHASES)}
         expected |= {"quantiles": LEVELS.shape, "shape_quantiles": LEVELS.shape, "row_rms": ROW_LEVELS.shape}
         expected |= {name: (len(SCOPES), PROFILE_BINS) for name in ("profile_counts", "profile_energy")}
         for name, shape in expected.items():

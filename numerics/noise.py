@@ -13,24 +13,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from numerics.distributions import BINS_PER_OCTAVE, LEVELS, PROFILE_BINS, SCOPES, TensorStatistics
+from numerics.distributions import BINS_PER_OCTAVE, LEVELS, PHASES, PROFILE_BINS, SCOPES, TensorStatistics
 from numerics.formats import Format
-from numerics.normal import normal_quantile
 from numerics.recipe import BDR_BITS, Recipe
 
 _FINE = 64  # pieces per octave of a curve
 _DEEPEST = 48  # octaves below amax where a curve ends
 _ABOVE = 32  # octaves above the format's max where the curve of an unscaled cast starts
-_PHASES = 16  # amax positions inside an octave, under power-of-two scales
 # The scope whose profile serves a scaling, by contracted axis.
 _SCOPE_OF = {
     "features": {
         "tensorwise": "tensor", "rowwise": "row", "columnwise": "column", "block1x128": "row128",
-        "block128x128": "tile128", "mx32": "row32", "bdr16": "row32",
+        "block128x128": "tile128", "mx32": "row32", "bdr16": "row16",
     },
     "rows": {
         "tensorwise": "tensor", "rowwise": "column", "columnwise": "row", "block1x128": "column128",
-        "block128x128": "tile128", "mx32": "column32", "bdr16": "column32",
+        "block128x128": "tile128", "mx32": "column32", "bdr16": "column16",
     },
 }  # fmt: skip
 # What each figure is relative to: power of the value that its curve is divided by.
@@ -79,7 +77,7 @@ def operand_noise(statistics: TensorStatistics, recipe: Recipe, rows: int, k: in
         1: counts * np.exp2(-np.arange(PROFILE_BINS) / BINS_PER_OCTAVE),
     }
     weights = {order: weight / max(weight.sum(), 1e-300) for order, weight in weights.items()} | {0: counts}
-    place = _amax_place(statistics, scope, growth) if recipe.is_power_of_two else (0.0, 0.0)
+    place = _amax_place(statistics, scope, growth) if recipe.is_power_of_two else ()
 
     def read(half_step: bool) -> np.ndarray:
         curve = _curve(recipe, place, half_step)
@@ -93,7 +91,8 @@ def operand_noise(statistics: TensorStatistics, recipe: Recipe, rows: int, k: in
     figures = read(False)
     if recipe.format in BDR_BITS:
         # A pair halves its step when its other element, too, lies below the block's binade.
-        below = 1.0 - counts[: 1 + round(BINS_PER_OCTAVE * place[0])].sum()
+        middle = np.arange(PHASES) @ np.array(place) / max(sum(place), 1) / PHASES
+        below = 1.0 - counts[: 1 + round(BINS_PER_OCTAVE * middle)].sum()
         figures += below * (read(True) - figures)
     return OperandNoise(*(float(value) for value in figures))
 
@@ -113,10 +112,10 @@ def _amax_growth(counts: np.ndarray, measured: float, length: float) -> float:
     return slope * math.log2(length / measured)
 
 
-def _amax_place(statistics: TensorStatistics, scope: int, growth: float) -> tuple[float, float]:
-    """Where amax lies inside its octave, and how widely that varies; in sixteenths, to be found again."""
-    mean, deviation = (float(value) for value in statistics.profile_amax[scope])
-    return round(16 * ((mean + growth) % 1.0)) % 16 / 16, min(round(16 * deviation), 16) / 16
+def _amax_place(statistics: TensorStatistics, scope: int, growth: float) -> tuple[int, ...]:
+    """Shares, in sixty-fourths so that a curve is found again, of where amax lies inside its octave."""
+    shares = np.roll(statistics.profile_phase[scope], round(growth * PHASES))
+    return tuple(int(value) for value in np.round(64 * shares))
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class _Curve:
 
 
 @functools.lru_cache(maxsize=1024)
-def _curve(recipe: Recipe, place: tuple[float, float], half_step: bool) -> _Curve:
+def _curve(recipe: Recipe, place: tuple[int, ...], half_step: bool) -> _Curve:
     start = -_ABOVE if recipe.scaling == "none" else 0
     depth = np.arange(start * _FINE, _DEEPEST * _FINE + 1) / _FINE
     peaks, shares = _scaled_amax(recipe, place)
@@ -165,22 +164,18 @@ def _curve(recipe: Recipe, place: tuple[float, float], half_step: bool) -> _Curv
     )
 
 
-def _scaled_amax(recipe: Recipe, place: tuple[float, float]) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+def _scaled_amax(recipe: Recipe, place: tuple[int, ...]) -> tuple[np.ndarray, dict[int, np.ndarray]]:
     """Where amax comes to lie on the element's grid, and what share of values, magnitude and energy comes with it."""
     if recipe.scaling == "none":
         # Wide formats round alike at every size; any place that their range holds will do.
         return np.array([_unscaled_reference(recipe.element)]), {order: np.ones(1) for order in (0, 1, 2)}
     if not recipe.is_power_of_two:
         return np.array([recipe.element.max]), {order: np.ones(1) for order in (0, 1, 2)}
-    if place[1] < 0.5:
-        offsets = place[1] * normal_quantile((np.arange(_PHASES) + 0.5) / _PHASES)
-    else:
-        offsets = np.arange(_PHASES) / _PHASES  # spread over octaves: anywhere inside one
-    phases = (place[0] + offsets) % 1.0
-    # Blocks of a greater amax hold more of the energy, as far as one octave tells them apart.
-    offsets = offsets if place[1] < 0.5 else np.zeros(_PHASES)
-    shares = {order: np.exp2(order * offsets) for order in (0, 1, 2)}
-    shares = {order: share / share.sum() for order, share in shares.items()}
+    weight = np.array(place, np.float64) + 1e-3  # never nothing, also for an all-zero tensor
+    phases = (np.flatnonzero(weight >= 0.5) if weight.max() >= 0.5 else np.arange(PHASES)) + 0.5
+    weight = weight[phases.astype(int)]
+    phases = phases / PHASES
+    shares = {order: weight / weight.sum() for order in (0, 1, 2)}
     if recipe.format in BDR_BITS:
         return np.exp2(BDR_BITS[recipe.format] - 1 + phases), shares
     fmt = recipe.element
@@ -244,7 +239,7 @@ def _unscaled(statistics: TensorStatistics, recipe: Recipe) -> OperandNoise:
     if not outer.size:
         return OperandNoise(0.0, 0.0, 0.0, 0.0, 0.0)
     weights = {0: share, 1: share * (inner + outer) / 2, 2: share * (inner**2 + inner * outer + outer**2) / 3}
-    curve = _curve(recipe, (0.0, 0.0), False)
+    curve = _curve(recipe, (), False)
     reference = math.log2(_unscaled_reference(recipe.element))
     low = reference - np.log2(outer)
     high = reference - np.log2(np.maximum(inner, outer * 2.0**-4))
