@@ -51,8 +51,9 @@ class RunFolder:
                     raise UserError(f"--out {path} holds other files; choose a new folder or one that loka-sim wrote")
             elif path.exists() or path.is_symlink():
                 raise UserError(f"--out {path} is a file; choose a folder")
-            path.absolute().parent.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=f".{path.name}.").cleanup()
+            parent = path.resolve().parent
+            parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryDirectory(dir=parent, prefix=".loka-sim.").cleanup()
         except OSError as error:
             raise _unwritable(path, error) from None
         return cls(path)
@@ -78,7 +79,7 @@ class RunFolder:
         }
         payloads = {name: text.encode() for name, text in files.items()}
         payloads[MANIFEST] = (json.dumps(_manifest(document, command, payloads), indent=2) + "\n").encode()
-        path = self.path.absolute()
+        path = self.path.resolve()  # a link to a folder stays a link
         staging = None
         try:
             staging = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
@@ -113,7 +114,7 @@ def _swap(staging: Path, path: Path) -> None:
     os.rename(path, older / "run")
     try:
         os.rename(staging, path)
-    except OSError:
+    except BaseException:
         os.rename(older / "run", path)
         raise
     finally:

@@ -167,12 +167,12 @@ def whatif(
     spec = spec.at_batch(size)
     name = model if isinstance(model, str) else spec.name
     settings = Settings(name, size, gpus, hardware, statistics, names, max_mere, min_speedup)
-    known = distributions(spec, statistics, names)
     import perfmodel
 
     with expected_of_lower_floors():
         timing = perfmodel.load(hardware)
-        exchanged = communication(spec, gpus, hardware)
+    known = distributions(spec, statistics, names)
+    exchanged = communication(spec, gpus, hardware)
     major, minor = timing.hardware.capability
     policy = Policy(max_mere, min_speedup, (major, minor))
     shapes = [SiteShape.of(site, size) for site in spec.sites]

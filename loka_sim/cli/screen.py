@@ -13,7 +13,7 @@ from loka_sim.modelspec import PASSES
 
 STATUS_WORDS = {"fast": "fast", "not_worth_it": "not worth it", "unsafe": "unsafe", "illegal": "illegal"}
 _COLOURS = {"fast": "green", "not_worth_it": "dim", "unsafe": "yellow", "illegal": "dim"}
-_TOP = 8
+_TOP, _CLOSEST = 8, 5
 _BAR = 28
 
 
@@ -42,8 +42,8 @@ def first_screen(document: dict[str, Any], style: Style, out: Path | None = None
         *_steps(document, style),
         "",
     ]
-    if verdict["pays"]:
-        lines += [*_sites(document, style), ""]
+    where = _sites(document, style) if verdict["pays"] else _closest(document, style)
+    lines += [*where, ""] if where else []
     lines += _statements(document, style)
     lines += ["", *_next(document, style, out)]
     return "\n".join(lines)
@@ -121,6 +121,27 @@ def _sites(document: dict[str, Any], style: Style) -> list[str]:
 
 def _sum(sites: list[dict[str, Any]], key: str) -> float:
     return sum(site[key] for site in sites)
+
+
+def _closest(document: dict[str, Any], style: Style) -> list[str]:
+    """Where FP8 pays nowhere: the passes where it comes closest, each on its own, and what it would take."""
+    limit = document["settings"]["max_mere"]
+    found = []
+    for site in document["sites"]:
+        for name, decided in site["passes"].items():
+            fp8 = [c for c in decided["candidates"] if c["mere"] is not None and c["speedup"] is not None]
+            if fp8:
+                best = max(fp8, key=lambda candidate: (candidate["mere"] < limit, candidate["speedup"]))
+                found.append((best["speedup"], site["name"], name, decided, best))
+    rows: list[tuple[str, ...]] = [("closest to paying", "pass", "best FP8", "bf16 us", "GEMM us", "with quantization", "MERE")]
+    for _, site_name, name, decided, best in sorted(found, key=lambda entry: (-entry[0], *entry[1:3]))[:_CLOSEST]:
+        us = f"{figure(best['total_us'])} ({best['speedup']:.2f}x)"
+        figures = (figure(decided["bf16_us"]), figure(best["gemm_us"]), us, f"{best['mere']:.3f}")
+        rows.append((shorten(site_name, 26), name, kernel_word(best["kernel"]), *figures))
+    if len(rows) == 1:
+        return []
+    head, *body = table(rows, "lllrrrr")
+    return [style(head, "dim"), *body]
 
 
 def _statements(document: dict[str, Any], style: Style) -> list[str]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -237,6 +238,14 @@ def test_a_failure_while_writing_leaves_the_older_run(capsys, made_up, spec_file
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.yaml", "run"]
 
 
+def test_out_follows_a_link_to_a_folder(capsys, made_up, spec_file, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for _ in range(2):
+        assert run(capsys, "whatif", spec_file, "--out", tmp_path / "link")[0] == 0
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "whatif.json").is_file()
+
+
 def test_save_run_is_the_same_folder(capsys, made_up, spec_file, tmp_path):
     run(capsys, "whatif", spec_file, "--out", tmp_path / "a")
     loka_sim.save_run(loka_sim.whatif(str(spec_file)), tmp_path / "b")
@@ -296,6 +305,33 @@ def test_bad_input_is_one_line(capsys, tmp_path, monkeypatch, argv, code, words)
     assert (found, out) == (code, "")
     assert err.startswith("loka-sim: ") and err.count("\n") == 1 and words in err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "statistics.safetensors"])
+def test_truncated_statistics_are_one_line(capsys, made_up, spec_file, tmp_path, name):
+    from loka_sim.statistics import folder_of_shipped
+
+    folder = tmp_path / "statistics"
+    shutil.copytree(folder_of_shipped() / "dlrm-small", folder)
+    (folder / name).write_bytes((folder / name).read_bytes()[:1000])
+    code, out, err = run(capsys, "whatif", "dlrm-small", "--statistics", folder)
+    assert (code, out) == (3, "") and err.count("\n") == 1 and str(folder) in err
+
+
+def test_a_model_of_the_users_own(capsys, made_up, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "their_model.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 1))\n"
+        "    return model, (torch.empty(2048, 4096),)\n"
+    )
+    code, out, err = run(capsys, "whatif", "their_model:make", "--out", "run")
+    assert code == 0 and err == ""
+    assert "errors assume independent standard normal values" in out
+    decided = {site["name"]: site["passes"] for site in json.loads((tmp_path / "run" / "whatif.json").read_text())["sites"]}
+    assert decided["0"]["output"]["status"] == "fast" and decided["2"]["output"]["status"] == "illegal"
+    assert "grad_input" not in decided["0"]
 
 
 def test_an_import_that_fails_is_one_line(capsys, tmp_path, monkeypatch):

@@ -224,6 +224,17 @@ def test_screen_is_calm(document):
     assert "\x1b[" in painted
 
 
+def test_screen_of_a_negative_verdict_says_where_it_comes_closest(made_up, made_up_model):
+    document = loka_sim.whatif(made_up_model, min_speedup=10).to_dict()
+    screen = first_screen(document, Style(False)).splitlines()
+    assert max(map(len, screen)) <= 100
+    start = next(i for i, line in enumerate(screen) if "closest to paying" in line)
+    passes = [(site["name"], name, decided) for site in document["sites"] for name, decided in site["passes"].items()]
+    fp8 = {(a, b): [c["speedup"] for c in decided["candidates"] if c["mere"] is not None] for a, b, decided in passes}
+    best = max(fp8, key=lambda key: max(fp8[key], default=0.0))
+    assert screen[start + 1].split()[:2] == list(best)
+
+
 def test_screen_groups_sites_that_are_alike(made_up):
     sites = tuple(
         Site(f"layers.{i}.mlp.0", "linear", linear_passes(Dim(0, 1), Dim(4096), Dim(4096)), weight=f"layers.{i}.mlp.0.weight")
