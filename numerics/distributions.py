@@ -17,7 +17,7 @@ import numpy as np
 from numerics.normal import normal_quantile
 
 # Scopes that share one scale, and what each spans of a (rows, features) tensor. A profile is kept for each.
-SCOPES = ("tensor", "row", "row128", "row32", "row16", "column", "column128", "column32", "column16", "tile128")
+SCOPES = ("tensor", "row", "row128", "row32", "column", "column128", "column32", "tile128")
 
 # A profile says where values lie below the amax of their scope: bin 0 is the amax itself (a scaled amax is
 # representable, so it carries no rounding error), then quarter octaves, then all that is further below.
@@ -171,7 +171,8 @@ class TensorStatistics:
         arrays |= {name: getattr(self, name).astype(np.float16) for name in ("zero_share", "row_rms")}
         # Shares below 6e-8 vanish in float16 and matter to no figure that is printed.
         arrays |= {name: getattr(self, name).astype(np.float16) for name in ("profile_counts", "profile_energy")}
-        arrays["loadings"] = (self.factor / deviation).astype(np.float16)
+        # A feature that is all but constant has a deviation that float32 moments round away; its factor goes with it.
+        arrays["loadings"] = np.clip(self.factor / deviation, -1.0, 1.0).astype(np.float16)
         arrays["header"] = np.array([self.rows_seen, int(self.spiked)], np.int64)
         return arrays
 
@@ -182,6 +183,8 @@ class TensorStatistics:
         Raises:
             ValueError: an array is missing or does not fit the others.
         """
+        # Where amax lies in its octave was not always kept; without it, it may be anywhere.
+        arrays = {"profile_phase": np.full((len(SCOPES), PHASES), 1.0 / PHASES)} | arrays
         names = {*_ARRAYS, "loadings", "header"} - {"factor"}
         if missing := sorted(names - set(arrays)):
             raise ValueError(f"statistics: no array named {missing[0]}; the record is incomplete, collect it again")
