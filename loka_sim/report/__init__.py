@@ -1,4 +1,7 @@
-"""The HTML report of a what-if: one file that opens offline, for people who look at plots before tables."""
+"""HTML reports: one file each that opens offline, for people who look at plots before tables.
+
+The same document gives the same text. Names come from users' models and are escaped.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,17 @@ from typing import Any
 
 
 def render(document: dict[str, Any]) -> str:
-    """A what-if document (`WhatIf.to_dict()`) as one self-contained HTML page.
-
-    The same document gives the same text. Names come from users' models and are escaped.
-
-    Args:
-        document: It must fit the what-if schema.
-    """
+    """A what-if (`WhatIf.to_dict()`, fitting the what-if schema) as one self-contained HTML page."""
     from loka_sim.report.view import page
 
     return _template("report.html.j2").render(page(document))
+
+
+def render_compare(document: dict[str, Any]) -> str:
+    """A comparison (`Comparison.to_dict()`, fitting the compare schema) as one self-contained HTML page."""
+    from loka_sim.report.compare_view import page
+
+    return _template("compare.html.j2").render(page(document))
 
 
 @cache
