@@ -26,6 +26,7 @@ class Distributions:
         model: Model that they were collected from; None when assumed.
         fingerprint: That model's fingerprint; None when assumed.
         provenance: Data set, steps and seed, in words; None when unknown.
+        mods: Mods of the model that they were collected from.
         sites: Statistics per site, and how they were matched.
     """
 
@@ -34,6 +35,7 @@ class Distributions:
     model: str | None = None
     fingerprint: str | None = None
     provenance: str | None = None
+    mods: tuple[str, ...] = ()
     sites: Mapping[str, tuple[SiteStatistics, str]] = field(default_factory=dict)
 
     def of(self, site: str) -> SiteStatistics | None:
@@ -88,7 +90,8 @@ def distributions(spec: ModelSpec, given: str | None, mods: Sequence[str]) -> Di
         # A model that only bears a zoo model's name.
         return Distributions("assumed", ASSUMED)
     origin = "folder" if Path(name).is_dir() else "shipped"
-    return Distributions(origin, name, loaded.model, loaded.fingerprint, _provenance(loaded.manifest), sites)
+    provenance, collected_with = _provenance(loaded.manifest), tuple(loaded.manifest.get("mods") or ())
+    return Distributions(origin, name, loaded.model, loaded.fingerprint, provenance, collected_with, sites)
 
 
 def _provenance(manifest: Mapping[str, Any]) -> str | None:

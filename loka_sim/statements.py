@@ -35,6 +35,9 @@ def _statistics(answer: WhatIf) -> Iterable[Statement]:
     if how["role"]:
         text += f", {how['role']} by role from the nearest layer, at the width of this model"
     yield "note", f"{text}."
+    if set(known.mods) != set(answer.settings.mods):
+        theirs, asked = (", ".join(names) or "none" for names in (known.mods, answer.settings.mods))
+        yield "warning", f"The statistics were collected with other mods ({theirs}) than asked for ({asked})."
     if how["assumed"]:
         yield "warning", f"{how['assumed']} sites have no statistics: standard normal values are assumed there."
 

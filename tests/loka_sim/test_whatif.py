@@ -105,6 +105,21 @@ def test_says_what_it_rests_on(document):
     assert document["statistics"]["sites"] == {"exact": 0, "role": 0, "assumed": 6}
 
 
+@pytest.mark.parametrize(("mods", "warns"), [((), False), ("all", False), ("no_bias", True)])
+def test_statistics_with_other_mods_are_said(made_up, mods, warns):
+    document = loka_sim.whatif("dlrm-small", mods=mods).to_dict()
+    assert document["statistics"]["name"] == ("dlrm-small+mods" if mods else "dlrm-small")
+    assert document["statistics"]["sites"] == {"exact": 7, "role": 0, "assumed": 0}
+    assert ("collected with other mods" in texts(document, "warning")) == warns
+
+
+def test_production_sites_take_the_small_model_by_role(made_up):
+    document = loka_sim.whatif("dlrm").to_dict()
+    how = document["statistics"]["sites"]
+    assert how["exact"] + how["role"] == document["model"]["sites"] and how["role"] > 0
+    assert f"{how['role']} by role" in texts(document, "note")
+
+
 def test_says_what_lies_outside_the_sweep(made_up, made_up_model):
     document = loka_sim.whatif(made_up_model, batch=131_072).to_dict()
     assert "outside the measured sweep" in texts(document, "warning")
