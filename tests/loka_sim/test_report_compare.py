@@ -16,7 +16,8 @@ def make_document(changes=20, name="layers"):
 
     def step(key, label, a, b):
         return {"name": key, "label": label, "step_us_a": a, "step_us_b": b, "per_sample_us_a": a / 2048,
-                "per_sample_us_b": b / 8192, "speedup_a": 80_000 / a, "speedup_b": 300_000 / b, "per_sample_ratio": (a / 2048) / (b / 8192)}  # fmt: skip
+                "per_sample_us_b": b / 8192, "speedup_a": 80_000 / a, "speedup_b": 300_000 / b,
+                "per_sample_ratio": (a / 2048) / (b / 8192)}  # fmt: skip
 
     def change(site, worth):
         return {"site": site, "passes": {"output": {"a": BF16, "b": FAST}, "grad_weight": {"a": FAST, "b": BF16}},
@@ -59,7 +60,8 @@ def test_it_says_what_the_document_says():
     page = Text(render_compare(document))
     assert render_compare(document) == render_compare(document)
     for said in ("runs/2048", "runs/8192", "no_bias, blocknorm", "39.1 µs; step 80,000 µs", "36.6 µs; step 300,000 µs",
-                 "A over B 1.07×", "21 sites changed", "cost 160.0 µs a step more", "Of 1 site B knows no time", "layers.{0-19}.out", "20 sites",
+                 "A over B 1.07×", "21 sites changed", "cost 160.0 µs a step more", "Of 1 site B knows no time",
+                 "layers.{0-19}.out", "20 sites",
                  "bf16 → tensorwise fast", "tensorwise fast → bf16", "head.extra", "1 site only in B"):  # fmt: skip
         assert said in page.words, said
     assert page.tags.count("tr") == 3 + 5 + 3, "head and rows: differences, counts, and one row for all repeated layers"
