@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import sys
+import warnings
 
 import pytest
 import torch
@@ -11,8 +12,13 @@ from torch import nn
 from loka_sim.dispatch.export import export
 from perfmodel.kernels import KERNELS
 
-torchao = pytest.importorskip("torchao")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torchao 0.17 has docstrings that Python 3.12 warns of when it compiles them
+    pytest.importorskip("torchao")
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.get_autocast_gpu_dtype:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
     pytest.mark.gpu,
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
@@ -100,7 +106,8 @@ def test_every_mix_runs(converted, autocast):
 def test_each_pass_accumulates_as_the_table_says(converted, index):
     """Non-negative data over a long contraction: fast accumulation loses percents, split less than one in a thousand.
 
-    (DESIGN.md: 13% at K = 8,192; 0.06% with an FP32 sum every 128.)
+    13% at K = 8,192 where one chain runs over all of K; less where cuBLAS splits K, as it does tensorwise on small
+    outputs (4.4% here, measured on an H200).
     """
     sizes = [256, 256, 256]
     sizes[{0: 2, 1: 1, 2: 0}[index]] = 8192
@@ -121,7 +128,7 @@ def test_each_pass_accumulates_as_the_table_says(converted, index):
         got = (out.detach(), leaf.grad, layer.weight.grad)[index].float().mean().item()
         expected = (x @ weight.T, gradient @ weight, gradient.T @ x)[index].float().mean().item()
         lost = 1 - got / expected
-        assert 0.05 < lost < 0.3 if kernel.endswith("fast") else abs(lost) < 0.005, (kernel, lost)
+        assert 0.02 < lost < 0.3 if kernel.endswith("fast") else abs(lost) < 0.005, (kernel, lost)
 
 
 def test_compiled(converted):
