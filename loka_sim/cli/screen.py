@@ -71,18 +71,19 @@ def _counts(document: dict[str, Any], style: Style) -> list[str]:
 
 
 def _steps(document: dict[str, Any], style: Style) -> list[str]:
-    limit = document["settings"]["max_mere"]
-    rows = [("dense step", "us", "against bf16", "GEMMs alone", "FP8 passes", f"MERE over {limit:g}")]
+    decided = document["steps"][-1]["step_us"]
+    rows = [("dense step", "us", "against bf16", "GEMMs alone", "vs decision", "FP8 passes", "unsafe")]
     for step in document["steps"]:
-        is_bf16 = step["name"] == "bf16"
         ratio = f"{step['speedup']:.2f}x [{step['speedup_low']:.2f}, {step['speedup_high']:.2f}]"
-        if not step["fp8_passes"] and not is_bf16:
-            ratio = "the same"
-        rows.append((
-            step["label"], f"{step['step_us']:,.0f}", "" if is_bf16 else ratio, "" if is_bf16 else f"{step['gemm_speedup']:.2f}x",
-            "" if is_bf16 else str(step["fp8_passes"]), "" if is_bf16 else str(step["unsafe_passes"]),
-        ))  # fmt: skip
-    head, *body = table(rows, "lrrrrr")
+        cells = [ratio if step["fp8_passes"] else "the same", f"{step['gemm_speedup']:.2f}x"]
+        over = f"{step['step_us'] / decided - 1:+.1%}"
+        passes = [f"{step['fp8_passes']:,}", f"{step['unsafe_passes']:,}"]
+        if step["name"] == "bf16":
+            cells, passes = ["", ""], ["", ""]
+        if step["step_us"] == decided:
+            over = ""
+        rows.append((step["label"], f"{step['step_us']:,.0f}", *cells, over, *passes))
+    head, *body = table(rows, "lrrrrrr")
     body[-1] = style(body[-1], "bold")
     communication = document["communication"]
     more = []

@@ -43,16 +43,19 @@ def _steps(document: dict[str, Any], style: Style) -> list[str]:
     rows = [("dense step", "A us", "B us", "A us/sample", "B us/sample", "A vs bf16", "B vs bf16", "A/B per sample")]
     for step in document["steps"]:
         is_bf16 = step["name"] == "bf16"
-        label = step["label"].replace("torchao's auto filter", "auto filter")
         rows.append((
-            label, f"{step['step_us_a']:,.0f}", f"{step['step_us_b']:,.0f}",
-            f"{step['per_sample_us_a']:.4g}", f"{step['per_sample_us_b']:.4g}",
+            step["label"], f"{step['step_us_a']:,.0f}", f"{step['step_us_b']:,.0f}",
+            _per_sample(step["per_sample_us_a"]), _per_sample(step["per_sample_us_b"]),
             "" if is_bf16 else f"{step['speedup_a']:.2f}x", "" if is_bf16 else f"{step['speedup_b']:.2f}x",
             f"{step['per_sample_ratio']:.2f}x",
         ))  # fmt: skip
     head, *body = table(rows, "lrrrrrrr", gap=1)
     body[-1] = style(body[-1], "bold")
     return [style(head, "dim"), *body]
+
+
+def _per_sample(us: float) -> str:
+    return f"{us:,.2f}" if us >= 1 else f"{us:.4f}"
 
 
 def _counts(document: dict[str, Any], style: Style) -> list[str]:

@@ -75,8 +75,8 @@ BASELINES = (
              "every linear that the kernels accept, torchao's tensorwise recipe", "tensorwise", lambda n, k: True),
     Baseline("naive_rowwise", "all FP8, rowwise",
              "every linear that the kernels accept, torchao's rowwise recipe", "rowwise", lambda n, k: True),
-    Baseline("filter_tensorwise", "torchao's auto filter, tensorwise",
+    Baseline("filter_tensorwise", "torchao filter, tensorwise",
              "linears that torchao's auto filter passes, tensorwise recipe", "tensorwise", filter_tensorwise),
-    Baseline("filter_rowwise", "torchao's auto filter, rowwise",
+    Baseline("filter_rowwise", "torchao filter, rowwise",
              "linears that torchao's auto filter passes, rowwise recipe", "rowwise", filter_rowwise),
 )  # fmt: skip
