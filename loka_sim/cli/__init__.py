@@ -7,6 +7,7 @@ there; 101 a bug; 130 interrupted; 141 the reader of the output left.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import traceback
@@ -50,6 +51,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; nothing that a user causes ends in a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without a bar character still gets its answer
     try:
         try:
             arguments = parser().parse_args(argv)

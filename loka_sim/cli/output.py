@@ -46,7 +46,7 @@ def render_json(value: Any, indent: str = "") -> str:
         return f"{{\n{body}\n{indent}}}"
     if isinstance(value, list) and value and any(isinstance(entry, (dict, list)) for entry in value):
         return "[\n" + ",\n".join(f"{inner}{render_json(entry, inner)}" for entry in value) + f"\n{indent}]"
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return json.dumps(value, allow_nan=False)
 
 
 def table(rows: Sequence[Sequence[str]], align: str, indent: int = 2, gap: int = 2) -> list[str]:

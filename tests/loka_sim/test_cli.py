@@ -148,6 +148,11 @@ def test_no_colour_without_a_terminal_and_with_no_color(monkeypatch):
     assert not Style.of_stdout().enabled
 
 
+def test_a_terminal_that_knows_ascii_alone():
+    done = subprocess_run("whatif", "dlrm-small", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode in (0, 1) and done.stderr == "" and "not worth it" in done.stdout
+
+
 def test_a_reader_that_leaves_is_no_error():
     read, write = os.pipe()
     os.close(read)
