@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -116,8 +117,10 @@ def next_command(answer: WhatIf) -> str:
     """What to run next."""
     words = command(answer.settings)
     if answer.pays:
-        name = answer.spec.name.replace("/", "-").replace(":", "-")
-        return shlex.join([*words, "--out", f"runs/{name}-{answer.settings.batch}"])
+        settings = answer.settings
+        name = re.sub(r"[^\w.-]+", "-", answer.spec.name).strip("-.") or "model"
+        gpus = [f"{settings.gpus}gpus"] if settings.gpus > 1 else []
+        return shlex.join([*words, "--out", "runs/" + "-".join([name, str(settings.batch), *settings.mods, *gpus])])
     words[words.index("--batch") + 1] = str(answer.settings.batch * 4)
     return shlex.join(words)
 

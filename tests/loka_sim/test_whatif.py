@@ -156,6 +156,11 @@ def test_mods_change_what_stands_around(made_up, made_up_model):
     assert modded.steps[0].gemm_us == plain.steps[0].gemm_us
 
 
+def test_next_command_names_a_folder_of_its_own(made_up, made_up_model):
+    answer = loka_sim.whatif(dataclasses.replace(made_up_model, name="their/model v2"), batch=4096, gpus=3, mods="no_bias")
+    assert answer.to_dict()["next"].endswith("--gpus 3 --mods no_bias --out runs/their-model-v2-4096-no_bias-3gpus")
+
+
 def test_same_question_same_answer(made_up, made_up_model):
     assert loka_sim.whatif(made_up_model).to_dict() == loka_sim.whatif(made_up_model).to_dict()
 
