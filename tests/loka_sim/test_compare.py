@@ -100,6 +100,17 @@ def test_command_line(comparison, capsys):
     assert "decided differently" in capsys.readouterr().out
 
 
+def test_page(comparison, capsys, tmp_path):
+    target = tmp_path / "pages" / "compare.html"
+    assert main(["compare", *comparison.names, "--out", str(target)]) == 0
+    assert f"wrote {target}" in capsys.readouterr().out
+    assert target.read_text().lstrip().lower().startswith("<!doctype html>")
+    (tmp_path / "file").write_text("")
+    assert main(["compare", *comparison.names, "--out", str(tmp_path / "file" / "x.html")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+
+
 @pytest.mark.parametrize("content", ["", '{"schema_version": 1, "kind": "loka', '{"kind": "other"}', "[1, 2]"])
 def test_a_broken_run_is_refused(answers, tmp_path, content):
     good, bad = folder(answers[0], tmp_path / "good"), tmp_path / "bad"
