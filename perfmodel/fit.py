@@ -2,8 +2,10 @@
 
     python -m perfmodel.fit --hardware h200
 
-Accuracy comes from cross-validation whose folds are whole shapes: every kernel's row of a shape is held out together.
-The same held-out residuals calibrate the intervals. The shipped trees are then fitted on everything.
+Accuracy comes from two sources. Cross-validation holds out whole shapes, every kernel's row of a shape together; its
+residuals calibrate the intervals. The sweep `zoo` holds the shapes of whole models: it is never fitted to, and neither
+is any swept row of a shape that it has, so the shipped trees are judged on models that they have not seen. The sweep
+`repeat` is a second measurement of known shapes on another machine: the floor that no model can beat.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ PARAMETERS: dict[str, Any] = {
 }  # fmt: skip
 ROUNDS = 500
 FOLDS = 5
+HELD_OUT_SWEEPS = ("zoo", "repeat")
 SHAPE = ["m", "n", "k", "groups"]
 COVERAGE = 0.90
 # A size class with fewer held-out rows takes its interval from all of the kernel's rows.
@@ -38,7 +41,7 @@ LEAST_ROWS = 40
 
 
 def read_timings(hardware: str) -> pd.DataFrame:
-    """All measured rows of a GPU; a shape measured in several runs of one sweep keeps every row."""
+    """All measured rows of a GPU, one per kernel, shape and sweep."""
     files = sorted((data_folder() / hardware).glob("*.parquet"))
     frames = [pd.read_parquet(path) for path in files if path.stem in ("gemm", "memory")]
     if not frames:
@@ -130,18 +133,80 @@ def choice_regret(timings: pd.DataFrame, predicted: np.ndarray) -> dict[str, flo
     }  # fmt: skip
 
 
+def choice_on_models(zoo: pd.DataFrame, predicted: np.ndarray) -> dict[str, float]:
+    """Kernel choice with quantization included, on the shapes of whole held-out models.
+
+    A shape is an output pass: an FP8 kernel costs its GEMM and the quantization of both its bf16 operands, as measured
+    in the same sweep. Only shapes where every part of at least one FP8 candidate was measured.
+    """
+    key = zoo["kernel"].astype(str) + zoo["m"].astype(str) + "," + zoo["n"].astype(str) + "," + zoo["k"].astype(str)
+    measured_us, predicted_us = (dict(zip(key, values, strict=True)) for values in (zoo["p50_us"], predicted))
+    ratios, gains = [], []
+    gemms = zoo[zoo["kernel"].isin(GEMM_KERNELS) & (zoo["groups"] == 1)]
+    for (m, n, k), rows in gemms.groupby(["m", "n", "k"]):
+        costs = []
+        for kernel in rows["kernel"]:
+            spec, parts = KERNELS[kernel], [f"{kernel}{m},{n},{k}"]
+            if spec.is_fp8:
+                parts += [f"{spec.quantize_a}{m},1,{k}", f"{spec.quantize_b}{n},1,{k}"]
+            if all(part in measured_us for part in parts):
+                costs.append((sum(predicted_us[part] for part in parts), sum(measured_us[part] for part in parts), kernel))
+        if len(costs) > 1:
+            bf16 = next(cost[1] for cost in costs if cost[2] == "torch/bf16")
+            best = min(cost[1] for cost in costs)
+            ratios.append(min(costs)[1] / best)
+            gains.append(bf16 / best > 1)
+    ratio = np.asarray(ratios)
+    return {
+        "shapes": len(ratio), "fp8_wins": float(np.mean(gains)), "right": float((ratio == 1).mean()),
+        "geomean": float(np.exp(np.log(ratio).mean()) - 1), "p90": float(np.quantile(ratio, 0.9) - 1),
+        "worst": float(ratio.max() - 1),
+    }  # fmt: skip
+
+
+def judge_on_models(everything: pd.DataFrame, boosters: dict[str, Any], hardware: HardwareSpec) -> dict[str, Any]:
+    """The shipped trees on the sweep `zoo`: accuracy per kernel, interval coverage inputs, and choice regret."""
+    zoo = everything[everything["sweep"] == "zoo"].reset_index(drop=True)
+    predicted = np.full(len(zoo), np.nan)
+    for kernel, index in zoo.groupby("kernel").indices.items():
+        predicted[index] = predict(boosters[str(kernel)], str(kernel), zoo.iloc[index], hardware)
+    measured = zoo["p50_us"].to_numpy()
+    kernels = {
+        str(kernel): accuracy(measured[index], predicted[index]) for kernel, index in zoo.groupby("kernel").indices.items()
+    }
+    return {
+        "kernels": kernels,
+        "gemm_choice": choice_regret(zoo, predicted),
+        "choice_with_quantization": choice_on_models(zoo, predicted),
+    }
+
+
+def repeat_difference(everything: pd.DataFrame) -> dict[str, float]:
+    """How far a second measurement on another machine is from the first: what no model can beat."""
+    key = ["kernel", *SHAPE]
+    first = everything[everything["sweep"] == "lrm"].set_index(key)["p50_us"]
+    second = everything[everything["sweep"] == "repeat"].set_index(key)["p50_us"]
+    both = pd.concat([first, second], axis=1, join="inner", keys=["first", "second"])
+    return accuracy(both["first"].to_numpy(), both["second"].to_numpy())
+
+
 def fit(hardware_name: str, folder: Path | None = None) -> dict[str, Any]:
     """Cross-validate, fit on everything, write the trees and the manifest; returns the manifest."""
     hardware = hardware_module.load(hardware_name)
-    timings = read_timings(hardware_name)
+    everything = read_timings(hardware_name)
+    fitted = ~everything["sweep"].isin(HELD_OUT_SWEEPS)
+    seen = pd.MultiIndex.from_frame(everything.loc[everything["sweep"] == "zoo", SHAPE])
+    fitted &= ~pd.MultiIndex.from_frame(everything[SHAPE]).isin(seen)
+    timings = everything[fitted].reset_index(drop=True)
     predicted = held_out(timings, hardware)
     measured = timings["p50_us"].to_numpy()
     target = folder or data_folder() / hardware_name / "models"
     target.mkdir(parents=True, exist_ok=True)
     kernels: dict[str, Any] = {}
+    boosters: dict[str, Any] = {}
     for kernel, index in timings.groupby("kernel").indices.items():
         rows = timings.iloc[index]
-        booster = train(str(kernel), rows, hardware)
+        booster = boosters[str(kernel)] = train(str(kernel), rows, hardware)
         (target / model_file(str(kernel))).write_bytes(gzip.compress(bytes(booster.save_raw("ubj")), 9, mtime=0))
         sizes = dict(zip(SHAPE, columns_of(rows), strict=True))
         sizes["product"] = sizes["m"] * sizes["n"] * sizes["k"] * sizes["groups"]
@@ -158,23 +223,39 @@ def fit(hardware_name: str, folder: Path | None = None) -> dict[str, Any]:
         "shapes": int(timings.groupby(SHAPE).ngroups),
         "held_out": f"{FOLDS}-fold cross-validation by whole shapes",
         "choice_regret": choice_regret(timings, predicted),
+        "held_out_models": judge_on_models(everything, boosters, hardware),
+        "repeat_on_another_machine": repeat_difference(everything),
         "kernels": kernels,
     }
     (target / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
 
 
-def table(manifest: dict[str, Any]) -> str:
-    """The manifest's accuracy as text, a row a kernel."""
-    lines = [f"{'kernel':38s} {'rows':>6s} {'MAPE':>7s} {'median':>7s} {'p90':>7s} {'worst':>7s}"]
-    for kernel in (name for name in KERNELS if name in manifest["kernels"]):
-        a = manifest["kernels"][kernel]["held_out"]
-        lines.append(f"{kernel:38s} {a['n']:6d} {a['mape']:7.1%} {a['median']:7.1%} {a['p90']:7.1%} {a['worst']:7.1%}")
-    r = manifest["choice_regret"]
-    lines.append(
-        f"GEMM kernel choice on {r['shapes']} held-out shapes: right {r['right']:.1%}, "
+def _choice_line(what: str, r: dict[str, float]) -> str:
+    return (
+        f"{what}, {r['shapes']} shapes: right {r['right']:.1%}, "
         f"regret {r['geomean']:.2%} (geometric mean), p90 {r['p90']:.1%}, worst {r['worst']:.0%}"
     )
+
+
+def table(manifest: dict[str, Any]) -> str:
+    """The manifest's accuracy as text, a row a kernel."""
+    models = manifest["held_out_models"]
+    lines = [f"{'':38s} {'held-out shapes':>37s} {'held-out models':>25s}"]
+    lines.append(
+        f"{'kernel':38s} {'rows':>6s} {'MAPE':>7s} {'median':>7s} {'p90':>6s} {'worst':>7s} {'rows':>8s} {'MAPE':>8s} {'p90':>7s}"
+    )
+    for kernel in (name for name in KERNELS if name in manifest["kernels"]):
+        a, z = manifest["kernels"][kernel]["held_out"], models["kernels"].get(kernel)
+        line = f"{kernel:38s} {a['n']:6d} {a['mape']:7.1%} {a['median']:7.1%} {a['p90']:6.1%} {a['worst']:7.0%}"
+        lines.append(line + (f" {z['n']:8d} {z['mape']:8.1%} {z['p90']:7.1%}" if z else ""))
+    again = manifest["repeat_on_another_machine"]
+    lines += [
+        f"A second measurement on another machine differs by {again['mape']:.1%} (p90 {again['p90']:.1%}, n = {again['n']}).",
+        _choice_line("GEMM choice, held-out shapes", manifest["choice_regret"]),
+        _choice_line("GEMM choice, held-out models", models["gemm_choice"]),
+        _choice_line("Choice with quantization, held-out models", models["choice_with_quantization"]),
+    ]
     return "\n".join(lines)
 
 
