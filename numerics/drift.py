@@ -22,7 +22,7 @@ from numerics.reference import FRACTION_BITS, GROUP, PROMOTION
 _LEAST = -60
 # Octaves below amax at the middle of each bin of a profile.
 _DEPTH = np.maximum(np.arange(PROFILE_BINS) - 0.5, 0.0) / BINS_PER_OCTAVE
-_OUTCOMES = normal_quantile((np.arange(6) + 0.5) / 6)
+_OUTCOMES = normal_quantile((np.arange(8) + 0.5) / 8)
 _PATHS = normal_quantile((np.arange(4) + 0.5) / 4)
 _PEAKS = (np.arange(3) + 0.5) / 3
 # An exponent is the floor of a logarithm: on average of 2**, 0.47 octaves less. A product's exponent is the sum of
@@ -37,10 +37,16 @@ class Drift:
     Attributes:
         shrinkage: Share of y that is lost toward zero (least squares over outcomes).
         power: Mean square of the rest, relative to the mean square of y.
+        sizes: Some sizes |y|, rising, in the root mean square of y.
+        shares: Share of y lost at those sizes: large sums lose more.
+        noise: Mean square of what is lost or gained at random, relative to the mean square of y.
     """
 
     shrinkage: float
     power: float
+    sizes: tuple[float, ...] = (1.0,)
+    shares: tuple[float, ...] = (0.0,)
+    noise: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,9 @@ class Outputs:
     k: int
 
 
-def drift(a: TensorStatistics, b: TensorStatistics, outputs: Outputs, accumulation: str, fraction_bits: int) -> Drift:
+def drift(
+    a: TensorStatistics, b: TensorStatistics, outputs: Outputs, accumulation: str, fraction_bits: int, coupling: float = 0.0
+) -> Drift:
     """The error of `hopper_fast` or `hopper_split`; none for the other accumulations.
 
     Args:
@@ -69,6 +77,7 @@ def drift(a: TensorStatistics, b: TensorStatistics, outputs: Outputs, accumulati
         outputs: What they sum to.
         accumulation: As in `numerics.fp8_matmul`.
         fraction_bits: Fraction bits of both formats together (6 for two e4m3).
+        coupling: How far the products' power follows y^2: rows that are large make both large.
     """
     if not accumulation.startswith("hopper") or outputs.independent <= 0 or outputs.power <= 0:
         return Drift(0.0, 0.0)
@@ -79,18 +88,24 @@ def drift(a: TensorStatistics, b: TensorStatistics, outputs: Outputs, accumulati
     chains = max(outputs.k / PROMOTION, 1.0) if accumulation == "hopper_split" else 1.0
     steps = max(math.ceil(outputs.k / chains / GROUP), 1)
     # Of a chain, given the whole: its part of y, and the spread of an independent part around it.
-    results = mean + deviation * _OUTCOMES
+    outcomes = mean + deviation * _OUTCOMES
+    power = float(np.mean(outcomes**2))
+    # The arithmetic knows sizes only against the products at hand.
+    scale = np.sqrt((1 - coupling) + coupling * outcomes**2 / power)
+    results = outcomes / scale
     spread = outputs.k / chains
     wander = spread * (1.0 - 1.0 / chains)
-    loss, noise = _chain(products, results / chains, mean / chains, wander, spread, steps)
-    loss, noise = loss * chains, noise * chains
-    power = float(np.mean(results**2))
+    loss, noise = _chain(products, results / chains, wander, spread, steps)
+    loss, noise, results = loss * chains * scale, noise * chains * scale**2, outcomes
     first = float(np.mean(loss * results)) / power
     # What is lost early is not there to be lost again: for a loss in proportion to the sum, 2 first is its rate.
     shrinkage = 1.0 + math.expm1(-2.0 * first) / (2.0 * first) if first > 1e-4 else first
     loss = loss * (shrinkage / first if first > 1e-4 else 1.0)
     rest = float(np.mean(np.square(loss - shrinkage * results)) + np.mean(noise)) / power
-    return Drift(shrinkage, rest)
+    order = np.argsort(np.abs(results))
+    sizes = np.abs(results[order]) / math.sqrt(power)
+    shares = loss[order] / np.where(results[order] == 0, 1.0, results[order])
+    return Drift(shrinkage, rest, tuple(sizes.tolist()), tuple(shares.tolist()), float(np.mean(noise)) / power)
 
 
 @dataclass(frozen=True)
@@ -146,9 +161,7 @@ def _cut_table(fraction_bits: int) -> tuple[np.ndarray, np.ndarray]:
     return np.interp(grid, cuts, taken.mean(1)), np.interp(grid, cuts, np.square(taken).mean(1).astype(float))
 
 
-def _chain(
-    products: _Products, results: np.ndarray, mean: float, wander: float, spread: float, steps: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _chain(products: _Products, results: np.ndarray, wander: float, spread: float, steps: int) -> tuple[np.ndarray, np.ndarray]:
     """Mean loss toward zero (signed as y) and variance of one chain, for each result."""
     # Steps stand for more of their kind as the sum grows slowly.
     if steps <= 12:
@@ -183,11 +196,12 @@ def _chain(
     final = np.maximum(np.exp2(log_after - _FLOOR - FRACTION_BITS)[..., None] - size, 0.0) / 2
     cut = sign_before * aligned.mean(-1) + sign_after * final.mean(-1)
     variance = (np.square(aligned) / 3 + np.square(final) / 3).mean(-1)
-    # Products lean toward a sign: all alike where nearly all have that sign, otherwise the large ones most, whether
-    # it is a mean that pulls them or the result that they happen to make.
-    lean = min(max(mean / spread / products.magnitude, -1.0), 1.0)
-    toward = ends[:, :, None, None] / spread - lean * lean * mean / spread
-    mean_loss = step_products * (lean * lean * lean * per_product + toward * per_weighted) + cut
+    # Products lean toward the sign of their sum: all alike where nearly all of them have it, else the large ones most.
+    toward = ends[:, :, None, None] / spread
+    lean = np.clip(toward / products.magnitude, -1.0, 1.0)
+    # Beyond what a sum of independent products reaches, that is; below it a few large ones may make all of it.
+    alike = lean**4 * np.clip(1.0 - 9.0 * spread / np.maximum(np.square(ends[:, :, None, None]), 1e-30), 0.0, 1.0)
+    mean_loss = step_products * (alike * lean * per_product + (1 - alike) * toward * per_weighted) + cut
     loss = (mean_loss.mean(2) * count).sum(-1)  # (outcomes, paths)
     noise = ((step_products * per_square + variance).mean((1, 2)) * count).sum(-1)
     # Signs of a path persist over steps: their deviations add up about half coherently.

@@ -77,7 +77,7 @@ def operand_noise(statistics: TensorStatistics, recipe: Recipe, rows: int, k: in
         1: counts * np.exp2(-np.arange(PROFILE_BINS) / BINS_PER_OCTAVE),
     }
     weights = {order: weight / max(weight.sum(), 1e-300) for order, weight in weights.items()} | {0: counts}
-    place = _amax_place(statistics, scope, growth) if recipe.is_power_of_two else ()
+    place = np.roll(statistics.profile_phase[scope].astype(np.float64), round(growth * PHASES))
 
     def read(half_step: bool) -> np.ndarray:
         curve = _curve(recipe, place, half_step)
@@ -91,7 +91,7 @@ def operand_noise(statistics: TensorStatistics, recipe: Recipe, rows: int, k: in
     figures = read(False)
     if recipe.format in BDR_BITS:
         # A pair halves its step when its other element, too, lies below the block's binade.
-        middle = np.arange(PHASES) @ np.array(place) / max(sum(place), 1) / PHASES
+        middle = float(np.arange(PHASES) @ place) / max(float(place.sum()), 1e-30) / PHASES
         below = 1.0 - counts[: 1 + round(BINS_PER_OCTAVE * middle)].sum()
         figures += below * (read(True) - figures)
     return OperandNoise(*(float(value) for value in figures))
@@ -110,12 +110,6 @@ def _amax_growth(counts: np.ndarray, measured: float, length: float) -> float:
     below = float(np.interp(share, np.cumsum(counts), position))
     slope = min(below / math.log2(max(share * measured / 0.56, 2.0)), 1.0)
     return slope * math.log2(length / measured)
-
-
-def _amax_place(statistics: TensorStatistics, scope: int, growth: float) -> tuple[int, ...]:
-    """Shares, in sixty-fourths so that a curve is found again, of where amax lies inside its octave."""
-    shares = np.roll(statistics.profile_phase[scope], round(growth * PHASES))
-    return tuple(int(value) for value in np.round(64 * shares))
 
 
 @dataclass(frozen=True)
@@ -137,55 +131,59 @@ class _Curve:
         return above / (np.interp(high, self.depth, value) - np.interp(low, self.depth, value))
 
 
-@functools.lru_cache(maxsize=1024)
-def _curve(recipe: Recipe, place: tuple[int, ...], half_step: bool) -> _Curve:
+def _curve(recipe: Recipe, place: np.ndarray | None, half_step: bool) -> _Curve:
+    """The recipe's curve, under powers of two mixed over where amax lies inside its octave (shares of sixteenths)."""
+    curves = _curves(recipe, half_step)
+    if len(curves) == 1 or place is None:
+        return curves[0]
+    weights = (place + 1e-9) / (place + 1e-9).sum()  # of an all-zero tensor: anywhere
+    errors = {name: weights @ np.stack([curve.errors[name] for curve in curves]) for name in _ORDERS}
+    at_amax = {name: float(weights @ [curve.at_amax[name] for curve in curves]) for name in _ORDERS}
+    return _Curve(curves[0].depth, errors, curves[0].values, at_amax)
+
+
+@functools.lru_cache(maxsize=256)
+def _curves(recipe: Recipe, half_step: bool) -> tuple[_Curve, ...]:
+    """One curve, or one for each sixteenth of an octave that amax may lie in."""
     start = -_ABOVE if recipe.scaling == "none" else 0
     depth = np.arange(start * _FINE, _DEEPEST * _FINE + 1) / _FINE
-    peaks, shares = _scaled_amax(recipe, place)
+    groups = _scaled_amax(recipe)
     # Points inside a piece: enough that a format's steps do not beat with them.
-    points = 32 if len(peaks) == 1 else 4
+    points = 32 // groups.shape[1]
     middle = np.exp2(-(depth[:-1, None] + (np.arange(points) + 0.5) / (points * _FINE)))
-    errors: dict[str, np.ndarray] = {name: np.zeros(len(middle)) for name in _ORDERS}
-    at_amax = dict.fromkeys(_ORDERS, 0.0)
-    for index, peak in enumerate(peaks):
-        for name, value in _errors(peak * middle, recipe, half_step).items():
-            order = _ORDERS[name]
-            errors[name] += (value * middle**order).mean(1) * shares[order][index]
-        for name, value in _errors(np.array([peak]), recipe, half_step).items():
-            at_amax[name] += float(value[0] * shares[_ORDERS[name]][index])
-    # Cumulated from the deep end, where values are tiny, so that nothing is lost against larger sums.
-    sums = {name: -np.cumsum(value[::-1])[::-1] for name, value in errors.items()}
-    values = {order: -np.cumsum((middle**order).mean(1)[::-1])[::-1] for order in (0, 1, 2)}
-    return _Curve(
-        depth,
-        {name: np.append(value, 0.0) for name, value in sums.items()},
-        {order: np.append(value, 0.0) for order, value in values.items()},
-        at_amax,
-    )
+    values = {order: _from_deep_end((middle**order).mean(1)) for order in (0, 1, 2)}
+    curves = []
+    for peaks in groups:
+        scattered = _errors(peaks[:, None, None] * middle, recipe, half_step)
+        errors = {name: _from_deep_end((scattered[name] * middle**order).mean((0, 2))) for name, order in _ORDERS.items()}
+        at_amax = {name: float(value.mean()) for name, value in _errors(peaks, recipe, half_step).items()}
+        curves.append(_Curve(depth, errors, values, at_amax))
+    return tuple(curves)
 
 
-def _scaled_amax(recipe: Recipe, place: tuple[int, ...]) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-    """Where amax comes to lie on the element's grid, and what share of values, magnitude and energy comes with it."""
+def _from_deep_end(pieces: np.ndarray) -> np.ndarray:
+    """Minus the integral from a depth to the end, where values are tiny: nothing is lost against larger sums."""
+    return np.append(-np.cumsum(pieces[::-1])[::-1], 0.0)
+
+
+def _scaled_amax(recipe: Recipe) -> np.ndarray:
+    """Where amax comes to lie on the element's grid: (1, 1), or (16, 8) points of an octave under powers of two."""
     if recipe.scaling == "none":
         # Wide formats round alike at every size; any place that their range holds will do.
-        return np.array([_unscaled_reference(recipe.element)]), {order: np.ones(1) for order in (0, 1, 2)}
+        return np.array([[_unscaled_reference(recipe.element)]])
     if not recipe.is_power_of_two:
-        return np.array([recipe.element.max]), {order: np.ones(1) for order in (0, 1, 2)}
-    weight = np.array(place, np.float64) + 1e-3  # never nothing, also for an all-zero tensor
-    phases = (np.flatnonzero(weight >= 0.5) if weight.max() >= 0.5 else np.arange(PHASES)) + 0.5
-    weight = weight[phases.astype(int)]
-    phases = phases / PHASES
-    shares = {order: weight / weight.sum() for order in (0, 1, 2)}
+        return np.array([[recipe.element.max]])
+    phases = ((np.arange(8 * PHASES) + 0.5) / (8 * PHASES)).reshape(PHASES, 8)
     if recipe.format in BDR_BITS:
-        return np.exp2(BDR_BITS[recipe.format] - 1 + phases), shares
+        return np.exp2(BDR_BITS[recipe.format] - 1 + phases)
     fmt = recipe.element
     if recipe.scale_rounding == "ceil":
-        return fmt.max * np.exp2(-((math.log2(fmt.max) - phases) % 1.0)), shares
+        return fmt.max * np.exp2(-((math.log2(fmt.max) - phases) % 1.0))
     peaks = np.exp2(fmt.max_exponent + phases)
     if recipe.scale_rounding == "nearest_even":
         step = 2.0 ** (fmt.max_exponent - fmt.fraction_bits)
         peaks = np.where(np.rint(peaks / step) * step >= 2.0 ** (fmt.max_exponent + 1), peaks / 2, peaks)
-    return peaks, shares
+    return peaks
 
 
 def _unscaled_reference(fmt: Format) -> float:
@@ -239,7 +237,7 @@ def _unscaled(statistics: TensorStatistics, recipe: Recipe) -> OperandNoise:
     if not outer.size:
         return OperandNoise(0.0, 0.0, 0.0, 0.0, 0.0)
     weights = {0: share, 1: share * (inner + outer) / 2, 2: share * (inner**2 + inner * outer + outer**2) / 3}
-    curve = _curve(recipe, (), False)
+    curve = _curve(recipe, None, False)
     reference = math.log2(_unscaled_reference(recipe.element))
     low = reference - np.log2(outer)
     high = reference - np.log2(np.maximum(inner, outer * 2.0**-4))

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from numerics.distributions import LEVELS, TensorStatistics
+from numerics.distributions import TensorStatistics
 from numerics.drift import Drift, Outputs, drift
 from numerics.errors import ACCUMULATIONS, MERE_FLOOR, GemmError
 from numerics.formats import get_format
@@ -27,6 +27,7 @@ from numerics.recipe import Recipe
 _SIZES = np.exp2(np.linspace(-12.0, 2.75, 148))
 _MIDDLE = np.sqrt(_SIZES[1:] * _SIZES[:-1])
 _WIDTH = np.diff(_SIZES)
+_POINTS = normal_quantile((np.arange(32) + 0.5) / 32)
 
 
 def predict_gemm_error(
@@ -89,18 +90,24 @@ def _predict(
         # All outputs are zero and stay so.
         return GemmError(0.0, math.inf, 0.0, 1.0, *shares)
     bits = sum(0 if recipe.format in ("mx9", "mx6", "mx4") else recipe.element.fraction_bits for recipe in (recipe_a, recipe_b))
-    lost = _drift(a, b, outputs, accumulation, bits)
+    spread, coupling = _rows(a, b, outputs)
+    lost = _drift(a, b, outputs, accumulation, bits, coupling)
     ratio = outputs.independent / outputs.power
-    power = _independent_noise(noise_a, noise_b) * ratio + lost.power
-    shrinkage = 1.0 - (1.0 - noise_a.shrinkage) * (1.0 - noise_b.shrinkage) * (1.0 - lost.shrinkage)
-    rounding = 0.0 if output == "fp32" else _relative_rounding(output)
+    quantized = _independent_noise(noise_a, noise_b) * ratio
+    power = quantized + lost.power
+    kept = (1.0 - noise_a.shrinkage) * (1.0 - noise_b.shrinkage)
+    shrinkage = 1.0 - kept * (1.0 - lost.shrinkage)
+    z, share = _density(outputs)
+    rounded = _rounding(outputs, output)
+    rounding = float(rounded @ share)
     total = power + shrinkage**2 + rounding
-    kept = 1.0 - shrinkage
+    # At each size its own loss; what is random in the rest is alike at all.
+    losses = 1.0 - kept * (1.0 - np.interp(z, lost.sizes, lost.shares))
     return GemmError(
-        mere=_mere(outputs, power, shrinkage, rounding, _row_spread(a, b), _coupling(a, b, outputs)),
+        mere=_mere(z, share, quantized + lost.noise, losses, rounded, spread, coupling),
         sqnr_db=-10.0 * math.log10(total) if total > 0 else math.inf,
         relative_frobenius=math.sqrt(total),
-        cosine=1.0 / math.sqrt(1.0 + (power + rounding) / kept**2) if kept > 0 else 0.0,
+        cosine=1.0 / math.sqrt(1.0 + (power + rounding) / (1.0 - shrinkage) ** 2) if shrinkage < 1 else 0.0,
         underflow_share=shares[0],
         overflow_share=shares[1],
     )
@@ -114,7 +121,12 @@ def _outputs(a: TensorStatistics, b: TensorStatistics, k: int) -> Outputs:
     if a.contraction == "rows":
         # Rows are independent samples: products of different rows correlate by their means alone.
         independent = k * float(second_a.mean()) * float(second_b.mean())
-        pairs = float(np.square(mean_a).mean()) * float(np.square(mean_b).mean())
+        # A mean over n rows is off by a variance of 1/n; squared, that would pass for a mean.
+        squares = [
+            max(float(np.square(mean).mean()) - float((second - np.square(mean)).mean()) / max(x.rows_seen, 1), 0.0)
+            for x, mean, second in ((a, mean_a, second_a), (b, mean_b, second_b))
+        ]
+        pairs = squares[0] * squares[1]
         mean = k * float(mean_a.mean()) * float(mean_b.mean())
         return Outputs(mean, max(independent + k * (k - 1.0) * pairs, mean**2), independent, k)
     shared_a = np.concatenate([mean_a[None], a.factor.astype(np.float64)])
@@ -127,8 +139,8 @@ def _outputs(a: TensorStatistics, b: TensorStatistics, k: int) -> Outputs:
 
 
 @functools.lru_cache(maxsize=16384)
-def _drift(a: TensorStatistics, b: TensorStatistics, outputs: Outputs, accumulation: str, bits: int) -> Drift:
-    return drift(a, b, outputs, accumulation, bits)
+def _drift(a: TensorStatistics, b: TensorStatistics, outputs: Outputs, accumulation: str, bits: int, coupling: float) -> Drift:
+    return drift(a, b, outputs, accumulation, bits, coupling)
 
 
 def _independent_noise(a: OperandNoise, b: OperandNoise) -> float:
@@ -137,60 +149,84 @@ def _independent_noise(a: OperandNoise, b: OperandNoise) -> float:
     return noise_a * (1 - b.correlation) ** 2 + noise_b * (1 - a.correlation) ** 2 + noise_a * noise_b
 
 
-@functools.cache
-def _relative_rounding(output: str) -> float:
-    """Mean square relative error of rounding to a format's normal numbers, values even in their logarithm."""
-    step = get_format(output).epsilon
-    return step**2 / 12.0 * 3.0 / (8.0 * math.log(2.0))
+@functools.lru_cache(maxsize=16384)
+def _density(outputs: Outputs) -> tuple[np.ndarray, np.ndarray]:
+    """Sizes |y| in the outputs' root mean square, and the share of each; y is normal around its mean."""
+    centre = abs(outputs.mean) / math.sqrt(outputs.power)
+    deviation = math.sqrt(max(1.0 - centre**2, 0.0))
+    if centre > 4.0 * deviation:
+        # Far from zero: a few normal points around the mean, no floor in reach.
+        return centre + deviation * _POINTS, np.full(len(_POINTS), 1.0 / len(_POINTS))
+    density = sum(np.exp(-0.5 * np.square((_MIDDLE + side) / deviation)) for side in (centre, -centre))
+    share = density * _WIDTH
+    return _MIDDLE, share / share.sum()
 
 
-@functools.lru_cache(maxsize=4096)
-def _row_spread(a: TensorStatistics, b: TensorStatistics) -> np.ndarray:
-    """Nine sizes of an output row and column against the whole, mean square 1: large and small samples differ."""
-    sizes = []
+@functools.lru_cache(maxsize=16384)
+def _rounding(outputs: Outputs, output: str) -> np.ndarray:
+    """Mean square error of rounding each size of `_density`, relative to the outputs' mean square."""
+    z, _ = _density(outputs)
+    if output == "fp32":
+        return np.zeros(len(z))
+    scale = math.sqrt(outputs.power)
+    binade = np.exp2(np.floor(np.log2(z * scale)))
+    return np.square(binade * get_format(output).epsilon / scale) / 12.0
+
+
+@functools.lru_cache(maxsize=16384)
+def _rows(a: TensorStatistics, b: TensorStatistics, outputs: Outputs) -> tuple[np.ndarray, float]:
+    """How outputs and their errors vary in size together.
+
+    Returns:
+        Nine sizes of an output's row and column against the whole, mean square 1; and the coupling: how far the
+        error's power follows y^2 beyond that. Of a Gaussian row, |a|^2 varies by 2 / d (d its effective dimension) and
+        y with it; what varies beyond are samples of different scale. And an output near zero has lost one of its
+        effective number of products.
+    """
+    sizes, coupling = [], 0.0
     for statistics in (a, b):
-        if statistics.contraction == "features":
-            size = statistics.row_rms.astype(np.float64)
-        else:
-            spread = np.sqrt(np.maximum(statistics.second_moment.astype(np.float64), 0.0))
-            size = np.quantile(spread, (np.arange(16) + 0.5) / 16)
-        sizes.append(np.maximum(size, 1e-30))
+        size, shared = _row_sizes(statistics)
+        sizes.append(size)
+        coupling += shared
     products = np.sort(np.outer(*sizes).reshape(-1))
     spread = products[np.round(np.linspace(0, 255, 19)).astype(int)[1::2]]
-    return spread / math.sqrt(float(np.mean(spread**2)))
+    spread = spread / math.sqrt(float(np.mean(spread**2)))
+    count = float(outputs.k)
+    if a.contraction == "features":
+        product = a.second_moment.astype(np.float64) * b.second_moment.astype(np.float64)
+        count = float(product.sum()) ** 2 / max(float(np.square(product).sum()), 1e-300)
+    return spread, min(max(coupling, 1.0 / count), 1.0)
 
 
 @functools.lru_cache(maxsize=4096)
-def _coupling(a: TensorStatistics, b: TensorStatistics, outputs: Outputs) -> float:
-    """How far the error's power follows y^2: few products that vary much make both large together.
+def _row_sizes(statistics: TensorStatistics) -> tuple[np.ndarray, float]:
+    """Sixteen sizes of rows, mean square 1, that a Gaussian's own variation does not explain; and half of what it does."""
+    if statistics.contraction == "rows":
+        size = np.sqrt(np.maximum(statistics.second_moment.astype(np.float64), 0.0))
+        size = np.quantile(size, (np.arange(16) + 0.5) / 16)
+        return np.maximum(size / max(math.sqrt(float(np.mean(size**2))), 1e-300), 1e-30), 0.0
+    size = np.maximum(statistics.row_rms.astype(np.float64), 1e-30)
+    size /= math.sqrt(float(np.mean(size**2)))
+    variance = float(np.mean(size**4)) - 1.0
+    shared = np.concatenate([statistics.mean[None], statistics.factor]).astype(np.float64)
+    residual = statistics.residual.astype(np.float64)
+    trace = float(np.square(shared).sum() + residual.sum())
+    overlap = float(np.square(shared @ shared.T).sum() + np.square(residual).sum() + 2 * np.square(shared).sum(0) @ residual)
+    expected = 2.0 * overlap / max(trace, 1e-300) ** 2
+    own = min(variance, expected)
+    beyond = max(math.log1p(variance) - math.log1p(expected), 0.0)
+    exponent = beyond / math.log1p(variance) if variance > 1e-9 else 0.0
+    size = size**exponent
+    return size / math.sqrt(float(np.mean(size**2))), own / 2.0
 
-    For y = sum p_k and errors in proportion to p_k, E[e^2 y^2] = E[e^2] E[y^2] (1 + (kurtosis(p) - 1) / K).
-    """
-    kurtosis = 1.0
-    for statistics in (a, b):
-        values = np.interp((np.arange(128) + 0.5) / 128, LEVELS, statistics.quantiles.astype(np.float64))
-        square = np.square(values)
-        kurtosis *= float(np.mean(square**2)) / max(float(np.mean(square)) ** 2, 1e-300)
-    return min(max(kurtosis - 1.0, 0.0) / (2.0 * outputs.k), 1.0)
 
-
-def _mere(outputs: Outputs, power: float, shrinkage: float, rounding: float, spread: np.ndarray, coupling: float) -> float:
-    """Mean of |error| / max(|y|, floor), y normal with its mean, the error normal around what y loses."""
-    centre = outputs.mean / math.sqrt(outputs.power)
-    deviation = math.sqrt(max(1.0 - centre**2, 0.0))
-    if abs(centre) > 4.0 * deviation:
-        # Far from zero: a few normal points around the mean, no floor in reach.
-        z = np.abs(centre) + deviation * normal_quantile((np.arange(32) + 0.5) / 32)
-        share = np.full(32, 1.0 / 32)
-    else:
-        z = _MIDDLE
-        density = np.exp(-0.5 * np.square((z - centre) / deviation)) + np.exp(-0.5 * np.square((z + centre) / deviation))
-        share = density * _WIDTH
-        share = share / share.sum()
-    sigma = np.sqrt(power * ((1 - coupling) + coupling * z**2) + rounding * z**2)
-    error = _mean_magnitude(shrinkage * z, np.maximum(sigma, 1e-300))
-    size = np.maximum(z[None, :], MERE_FLOOR / spread[:, None])
-    return float((error / size @ share).mean())
+def _mere(
+    z: np.ndarray, share: np.ndarray, power: float, losses: np.ndarray, rounding: np.ndarray, spread: np.ndarray, coupling: float
+) -> float:
+    """Mean of |error| / max(|y|, floor): the error normal around what y loses."""
+    sigma = np.sqrt(power * ((1 - coupling) + coupling * z**2) + rounding)
+    error = _mean_magnitude(losses * z, np.maximum(sigma, 1e-300)) * share
+    return float((error / np.maximum(z[None, :], MERE_FLOOR / spread[:, None])).sum(1).mean())
 
 
 def _mean_magnitude(mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
