@@ -74,6 +74,24 @@ def tall_shapes(count: int, seed: int) -> list[Shape]:
     return list(shapes)
 
 
+def wide_shapes(count: int, seed: int) -> list[Shape]:
+    """`count` distinct GEMM shapes of very wide layers: one feature size of 4,096 to 32,768, the other of 64 or more.
+
+    Rows 256 to 16,384, as M or (three in ten) as K.
+    """
+    rng = np.random.default_rng(seed)
+    shapes: dict[Shape, None] = {}
+    while len(shapes) < count:
+        rows = _rows(rng, 256, 16384)
+        wide = 256 * max(16, round(float(np.exp(rng.uniform(np.log(4096), np.log(32768)))) / 256))
+        pair = [wide, max(64, _feature(rng, 16384, 0.05))]
+        first, second = pair if rng.random() < 0.5 else pair[::-1]
+        shape = Shape(first, second, rows) if rng.random() < 0.3 else Shape(rows, first, second)
+        if 2.0 * shape.m * shape.n * shape.k <= 2 * _MAX_FLOPS:
+            shapes[shape] = None
+    return list(shapes)
+
+
 def batched_shapes(count: int, seed: int) -> list[Shape]:
     """`count` distinct batched GEMMs: one small product per sample, 256 to 16,384 samples."""
     rng = np.random.default_rng(seed)
@@ -138,10 +156,22 @@ def memory_shapes(count: int, seed: int) -> list[Shape]:
     return list(shapes)
 
 
+def wide_memory_shapes(count: int, seed: int) -> list[Shape]:
+    """`count` distinct (rows, columns) of the operands of `wide_shapes`."""
+    operands: dict[Shape, None] = {}
+    for shape in wide_shapes(4 * count, seed):
+        for rows, columns in ((shape.m, shape.k), (shape.n, shape.k)):
+            if max(rows, columns) > 8192 and rows * columns <= _MAX_OPERAND // 2:
+                operands[Shape(rows, 1, columns)] = None
+    return list(operands)[:count]
+
+
 # Sweeps that can be drawn, by family and name, with how many shapes they take by default.
 SWEEPS = {
     ("gemm", "lrm"): (mixed_shapes, 4000),
     ("gemm", "tall"): (tall_shapes, 500),
+    ("gemm", "wide"): (wide_shapes, 500),
     ("gemm", "interaction"): (interaction_shapes, 1600),
     ("memory", "lrm"): (memory_shapes, 320),
+    ("memory", "wide"): (wide_memory_shapes, 100),
 }

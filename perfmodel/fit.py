@@ -36,6 +36,8 @@ FOLDS = 5
 HELD_OUT_SWEEPS = ("zoo", "repeat")
 SHAPE = ["m", "n", "k", "groups"]
 COVERAGE = 0.90
+# Less than a launch can take: transposing a single column launches nothing.
+LEAST_US = 0.3
 # A size class with fewer held-out rows takes its interval from all of the kernel's rows.
 LEAST_ROWS = 40
 
@@ -46,7 +48,8 @@ def read_timings(hardware: str) -> pd.DataFrame:
     frames = [pd.read_parquet(path) for path in files if path.stem in ("gemm", "memory")]
     if not frames:
         raise FileNotFoundError(f"no timings under {data_folder() / hardware}; measure them with: python -m hil.collect")
-    return pd.concat(frames, ignore_index=True)
+    everything = pd.concat(frames, ignore_index=True)
+    return everything[everything["p50_us"] >= LEAST_US].reset_index(drop=True)
 
 
 def train(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec) -> Any:
