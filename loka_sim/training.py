@@ -1,6 +1,7 @@
 """Train a small zoo model on real data on the CPU and collect the statistics of its sites.
 
-`python -m loka_sim.training wukong-small --data criteo --path DIR --out DIR` does so on the command line: log loss,
+`python -m loka_sim.training wukong-small --data criteo --path DIR --out DIR` does so on the command line, `all` instead
+of a name for the four small models, each as its paper has it and under all Mods (the shipped statistics). Log loss,
 with AdamW for dense parameters and Adagrad for embedding tables; statistics from the last iterations; log loss, AUC
 and normalized entropy on held-out samples.
 """
@@ -30,6 +31,7 @@ from loka_sim.mods import parse_mods
 from loka_sim.statistics import SiteStatistics, Statistics, save
 
 Progress = Callable[[str], None]
+SMALL = tuple(name for name in zoo.NAMES if name.endswith("-small"))
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ def fingerprint(name: str, training: Dataset, mods: Sequence[str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     defaults = TrainingConfig()
     parser = argparse.ArgumentParser(prog="python -m loka_sim.training", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("model", help=f"one of {', '.join(n for n in zoo.NAMES if n.endswith('-small'))}")
+    parser.add_argument("model", help=f"one of {', '.join(SMALL)}; or all, with and without Mods")
     parser.add_argument("--data", default="criteo", help="criteo, movielens or synthetic (default criteo)")
     parser.add_argument("--path", help="its file or folder (default: LOKA_SIM_CRITEO or LOKA_SIM_MOVIELENS)")
     parser.add_argument("--rows", type=int, default=100_000, help="samples of a synthetic dataset")
@@ -275,25 +277,40 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return document
 
 
+def _jobs(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """The runs that a command line asks for: one, or `all`, each in a folder of its own below `--out`."""
+    if options.model != "all":
+        return [options]
+    jobs = []
+    for model in SMALL:
+        for mods, suffix in (("none", ""), ("all", "+mods")):
+            out = options.out and options.out / f"{model}{suffix}"
+            jobs.append(argparse.Namespace(**(vars(options) | {"model": model, "mods": mods, "out": out})))
+    return jobs
+
+
+def _line(document: dict[str, Any]) -> str:
+    held = document["held_out"]
+    under = f" under {', '.join(document['mods'])}" if document["mods"] else ""
+    return (
+        f"{document['model']}{under} on {document['dataset']['name']}, {document['steps']} steps of {document['batch']}:"
+        f" held-out log loss {held['log_loss']:.4f}, AUC {held['auc']:.4f},"
+        f" normalized entropy {held['normalized_entropy']:.4f} ({held['samples']} samples)"
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
-        document = run(options)
+        for job in _jobs(options):
+            document = run(job)
+            print(json.dumps(document, indent=2) if options.json else _line(document), flush=True)
     except LokaSimError as error:
         print(f"loka-sim: {error}", file=sys.stderr)
         return error.exit_code
-    if options.json:
-        print(json.dumps(document, indent=2))
-        return 0
-    held = document["held_out"]
-    print(
-        f"{document['model']} on {document['dataset']['name']}, {document['steps']} steps of {document['batch']}:"
-        f" held-out log loss {held['log_loss']:.4f}, AUC {held['auc']:.4f},"
-        f" normalized entropy {held['normalized_entropy']:.4f} ({held['samples']} samples)"
-    )
-    if options.out is not None:
-        print(f"statistics in {options.out}; next: loka-sim whatif {document['model']} --statistics {options.out}")
+    if options.out is not None and options.model != "all" and not options.json:
+        print(f"statistics in {options.out}; next: loka-sim whatif {options.model} --statistics {options.out}")
     return 0
 
 

@@ -59,7 +59,7 @@ def apply_to_spec(spec: ModelSpec, mods: str | Iterable[str]) -> ModelSpec:
     """The model under Mods: the same GEMMs, other biases, norms and activations.
 
     `dense_parameters` loses the biases. The parameters of the norms stay counted, since a specification does not say
-    how many they are (less than 0.5% of any zoo model's).
+    how many they are (less than 1% of any zoo model's).
 
     Raises:
         UserError: a Mod's name is unknown.

@@ -115,8 +115,9 @@ class Attention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor) -> Tensor:
         """Heads (B, heads, length, size); `padding` (B, length of key) marks keys to leave out; (B, length, dim)."""
+        query = query * self.scale
         scores = self.scores(query.flatten(0, 1), key.transpose(2, 3).flatten(0, 1)).unflatten(0, (-1, self.heads))
-        scores = (scores * self.scale).masked_fill(padding[:, None, None, :], -1e9)
+        scores = scores.masked_fill(padding[:, None, None, :], -1e9)
         mixed = self.values(scores.softmax(dim=-1).flatten(0, 1), value.flatten(0, 1))
         return self.out(mixed.unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(2))
 
