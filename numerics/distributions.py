@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,10 +139,11 @@ class TensorStatistics:
         """The same kind of tensor with another width, for a layer wider than the one that was measured.
 
         Features are repeated (or thinned) evenly in order. So the mean keeps its size per feature and its share
-        of the signal; the leading factors of the covariance are shared by all features, as more views of the same
-        latent causes; the residual is independent for every new feature. Both operands of a GEMM are stretched in
-        the same way, so what was coherent between them stays so. Profiles are kept with the lengths that they were
-        taken at; a longer scope moves its amax when a prediction is made.
+        of the signal; factors of the covariance that many features share, and that stand above what independent
+        features show by chance, are shared by all, as more views of the same latent causes; everything else is
+        independent for every new feature. Both operands of a GEMM are stretched in the same way, so what was
+        coherent between them stays so. Profiles are kept with the lengths that they were taken at; a longer scope
+        moves its amax when a prediction is made.
 
         Raises:
             ValueError: `features` is not positive.
@@ -152,9 +154,30 @@ class TensorStatistics:
             return self
         if features not in self._views:
             index = np.arange(features) * self.features // features
-            vectors: dict[str, Any] = {name: getattr(self, name)[index] for name in _VECTORS}
-            self._views[features] = dataclasses.replace(self, **vectors, factor=self.factor[:, index], _views={})
+            base = self._with_lasting_coherence()
+            vectors: dict[str, Any] = {name: getattr(base, name)[index] for name in _VECTORS}
+            self._views[features] = dataclasses.replace(self, **vectors, factor=base.factor[:, index], _views={})
         return self._views[features]
+
+    def _with_lasting_coherence(self) -> TensorStatistics:
+        """The record without coherence that is chance or one feature's own; that variance becomes independent."""
+        if "lasting" not in self._views:
+            variance = np.square(self.factor).sum(0) + self.residual
+            energy = np.square(self.factor).sum(1)
+            # Largest eigenvalue of independent features seen n times (Marchenko and Pastur), and half as much again.
+            chance = variance.mean() * (1.0 + math.sqrt(self.features / max(self.rows_seen, 1))) ** 2
+            reach = np.square(energy) / np.maximum(np.square(np.square(self.factor)).sum(1), 1e-38)
+            kept = (energy > 1.5 * chance) & (reach > 3.0)
+            factor = self.factor[kept]
+            # A mean over n rows is off by a variance of 1/n.
+            square = float(np.square(self.mean).sum())
+            certain = max(0.0, 1.0 - float(variance.sum()) / max(self.rows_seen, 1) / max(square, 1e-38))
+            lost = np.square(self.mean) * (1.0 - certain)
+            self._views["lasting"] = dataclasses.replace(
+                self, mean=self.mean * np.float32(math.sqrt(certain)), factor=factor,
+                residual=np.maximum(variance - np.square(factor).sum(0) + lost, 0.0).astype(np.float32), _views={},
+            )  # fmt: skip
+        return self._views["lasting"]
 
     def truncated(self, rank: int) -> TensorStatistics:
         """A smaller record whose covariance keeps its `rank` leading factors; the diagonal stays exact."""

@@ -133,7 +133,7 @@ def _products(a: TensorStatistics, b: TensorStatistics, fraction_bits: int) -> _
     magnitude = -(np.arange(len(weight)) - 1.0) / BINS_PER_OCTAVE - rms  # log2, the root mean square being 1
     centre = magnitude[::-1] - 1.0  # exponent of a significand product in [1, 4), which is 2 on average
     weight = weight[::-1]
-    units = np.arange(2 * _LEAST, 60) / 2.0
+    units = np.arange(-70, 60) / 2.0
     first, second = _cut_table(fraction_bits)
     # Bits of a product below the unit.
     bits = units[:, None] - (centre[None, :] - fraction_bits)

@@ -31,8 +31,11 @@ _SCOPE_OF = {
         "block128x128": "tile128", "mx32": "column32", "bdr16": "column32",
     },
 }  # fmt: skip
-# What each figure is relative to: power of the value that its curve is divided by.
-_ORDERS = {"power": 2, "shrinkage": 1, "correlation": 2, "underflow": 0, "overflow": 0}
+# The figures of `OperandNoise` in order, by the power of the value that each is relative to.
+_ORDERS = (2, 1, 2, 0, 0)
+_LOW = np.concatenate([[-0.125], np.arange(PROFILE_BINS - 1) / BINS_PER_OCTAVE])
+_HIGH = np.concatenate([[0.125], np.arange(1, PROFILE_BINS - 1) / BINS_PER_OCTAVE, [_DEEPEST]])
+_MAGNITUDES = np.exp2(-np.arange(PROFILE_BINS) / BINS_PER_OCTAVE)
 
 
 @dataclass(frozen=True)
@@ -54,39 +57,36 @@ class OperandNoise:
     overflow: float
 
 
-@functools.lru_cache(maxsize=16384)
 def operand_noise(statistics: TensorStatistics, recipe: Recipe, rows: int, k: int) -> OperandNoise:
     """The noise of an operand (rows, k) with these statistics, oriented as it is contracted."""
+    spans = {
+        "none": 1, "tensorwise": rows * k, "rowwise": k, "columnwise": rows, "block1x128": min(k, 128),
+        "block128x128": min(k, 128) * min(rows, 128), "mx32": min(k, 32), "bdr16": min(k, 16),
+    }  # fmt: skip
+    return _noise(statistics, recipe, spans[recipe.scaling])
+
+
+@functools.lru_cache(maxsize=16384)
+def _noise(statistics: TensorStatistics, recipe: Recipe, length: int) -> OperandNoise:
+    """The noise when `length` elements share a scale."""
     if recipe.scaling == "none":
         return _unscaled(statistics, recipe)
     scope = SCOPES.index(_SCOPE_OF[statistics.contraction][recipe.scaling])
     counts = statistics.profile_counts[scope].astype(np.float64)
     measured = max(float(statistics.profile_lengths[scope]), 1.0)
-    spans = {
-        "tensorwise": rows * k, "rowwise": k, "columnwise": rows, "block1x128": min(k, 128),
-        "block128x128": min(k, 128) * min(rows, 128), "mx32": min(k, 32), "bdr16": min(k, 16),
-    }  # fmt: skip
-    length = spans[recipe.scaling]
     growth = _amax_growth(counts, measured, length)
     # A longer scope's amax holds less of the energy: its square grew by 4^growth, and it stands for more values.
     stay = min(1.0, 4.0**growth * measured / length)
-    low = np.concatenate([[-0.125], np.arange(PROFILE_BINS - 1) / BINS_PER_OCTAVE]) + growth
-    high = np.concatenate([[0.125], np.arange(1, PROFILE_BINS - 1) / BINS_PER_OCTAVE, [_DEEPEST]]) + growth
-    weights = {
-        2: statistics.profile_energy[scope].astype(np.float64),
-        1: counts * np.exp2(-np.arange(PROFILE_BINS) / BINS_PER_OCTAVE),
-    }
-    weights = {order: weight / max(weight.sum(), 1e-300) for order, weight in weights.items()} | {0: counts}
+    energy, magnitudes = statistics.profile_energy[scope].astype(np.float64), counts * _MAGNITUDES
+    by_order = counts, magnitudes / max(magnitudes.sum(), 1e-300), energy / max(energy.sum(), 1e-300)
+    weights = np.stack([by_order[order] for order in _ORDERS])
     place = np.roll(statistics.profile_phase[scope].astype(np.float64), round(growth * PHASES))
 
     def read(half_step: bool) -> np.ndarray:
         curve = _curve(recipe, place, half_step)
-        figures = []
-        for name, order in _ORDERS.items():
-            values = curve.mean(name, low, high)
-            values[0] = stay * curve.at_amax[name] + (1 - stay) * values[0]
-            figures.append(float(values @ weights[order]))
-        return np.array(figures)
+        values = curve.mean(_LOW + growth, _HIGH + growth)
+        values[:, 0] = stay * curve.at_amax + (1 - stay) * values[:, 0]
+        return (values * weights).sum(1)
 
     figures = read(False)
     if recipe.format in BDR_BITS:
@@ -114,21 +114,27 @@ def _amax_growth(counts: np.ndarray, measured: float, length: float) -> float:
 
 @dataclass(frozen=True)
 class _Curve:
-    """Integrals of the error over depth, and of the value that it is relative to; what happens to amax itself."""
+    """Integrals over depth, a row for each figure: of its error, and of the value that this is relative to."""
 
-    depth: np.ndarray
-    errors: dict[str, np.ndarray]
-    values: dict[int, np.ndarray]
-    at_amax: dict[str, float]
+    start: int
+    errors: np.ndarray
+    values: np.ndarray
+    at_amax: np.ndarray
 
-    def mean(self, name: str, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-        """The figure for values spread evenly (in log) between two depths."""
-        start, stop = self.depth[0], self.depth[-1] - 2 / _FINE
-        low = np.clip(low, start, stop)
-        high = np.clip(np.maximum(high, low + 2 / _FINE), start, self.depth[-1])
-        error, value = self.errors[name], self.values[_ORDERS[name]]
-        above = np.interp(high, self.depth, error) - np.interp(low, self.depth, error)
-        return above / (np.interp(high, self.depth, value) - np.interp(low, self.depth, value))
+    def mean(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        """(figures, places): each figure for values spread evenly (in log) between two depths in octaves."""
+        last = self.errors.shape[1] - 1
+        low = np.clip((low - self.start) * _FINE, 0, last - 2)
+        high = np.clip(np.maximum((high - self.start) * _FINE, low + 2), 0, last)
+        return (self._at(self.errors, high) - self._at(self.errors, low)) / (
+            self._at(self.values, high) - self._at(self.values, low)
+        )
+
+    @staticmethod
+    def _at(table: np.ndarray, position: np.ndarray) -> np.ndarray:
+        index = np.minimum(position.astype(np.int64), table.shape[1] - 2)
+        part = position - index
+        return table[:, index] * (1 - part) + table[:, index + 1] * part
 
 
 def _curve(recipe: Recipe, place: np.ndarray | None, half_step: bool) -> _Curve:
@@ -137,27 +143,32 @@ def _curve(recipe: Recipe, place: np.ndarray | None, half_step: bool) -> _Curve:
     if len(curves) == 1 or place is None:
         return curves[0]
     weights = (place + 1e-9) / (place + 1e-9).sum()  # of an all-zero tensor: anywhere
-    errors = {name: weights @ np.stack([curve.errors[name] for curve in curves]) for name in _ORDERS}
-    at_amax = {name: float(weights @ [curve.at_amax[name] for curve in curves]) for name in _ORDERS}
-    return _Curve(curves[0].depth, errors, curves[0].values, at_amax)
+    errors, at_amax = _stacked(recipe, half_step)
+    return _Curve(curves[0].start, np.tensordot(weights, errors, 1), curves[0].values, weights @ at_amax)
+
+
+@functools.lru_cache(maxsize=256)
+def _stacked(recipe: Recipe, half_step: bool) -> tuple[np.ndarray, np.ndarray]:
+    curves = _curves(recipe, half_step)
+    return np.stack([curve.errors for curve in curves]), np.stack([curve.at_amax for curve in curves])
 
 
 @functools.lru_cache(maxsize=256)
 def _curves(recipe: Recipe, half_step: bool) -> tuple[_Curve, ...]:
     """One curve, or one for each sixteenth of an octave that amax may lie in."""
     start = -_ABOVE if recipe.scaling == "none" else 0
-    depth = np.arange(start * _FINE, _DEEPEST * _FINE + 1) / _FINE
+    depth = np.arange(start * _FINE, _DEEPEST * _FINE) / _FINE
     groups = _scaled_amax(recipe)
     # Points inside a piece: enough that a format's steps do not beat with them.
     points = 32 // groups.shape[1]
-    middle = np.exp2(-(depth[:-1, None] + (np.arange(points) + 0.5) / (points * _FINE)))
-    values = {order: _from_deep_end((middle**order).mean(1)) for order in (0, 1, 2)}
+    middle = np.exp2(-(depth[:, None] + (np.arange(points) + 0.5) / (points * _FINE)))
+    values = np.stack([_from_deep_end((middle**order).mean(1)) for order in _ORDERS])
     curves = []
     for peaks in groups:
         scattered = _errors(peaks[:, None, None] * middle, recipe, half_step)
-        errors = {name: _from_deep_end((scattered[name] * middle**order).mean((0, 2))) for name, order in _ORDERS.items()}
-        at_amax = {name: float(value.mean()) for name, value in _errors(peaks, recipe, half_step).items()}
-        curves.append(_Curve(depth, errors, values, at_amax))
+        errors = [_from_deep_end((error * middle**order).mean((0, 2))) for error, order in zip(scattered, _ORDERS, strict=True)]
+        at_amax = np.array([value.mean() for value in _errors(peaks, recipe, half_step)])
+        curves.append(_Curve(start, np.stack(errors), values, at_amax))
     return tuple(curves)
 
 
@@ -190,8 +201,8 @@ def _unscaled_reference(fmt: Format) -> float:
     return min(fmt.max, 2.0**16)
 
 
-def _errors(values: np.ndarray, recipe: Recipe, half_step: bool) -> dict[str, np.ndarray]:
-    """Relative error of positive values on the element's grid."""
+def _errors(values: np.ndarray, recipe: Recipe, half_step: bool) -> tuple[np.ndarray, ...]:
+    """Of positive values on the element's grid: relative error squared, lost share twice, underflow, overflow."""
     if recipe.format in BDR_BITS:
         bits = BDR_BITS[recipe.format]
         step = np.where(values < 2.0 ** (bits - 1), 0.5 if half_step else 1.0, 1.0)
@@ -208,10 +219,7 @@ def _errors(values: np.ndarray, recipe: Recipe, half_step: bool) -> dict[str, np
         part = values / step - np.floor(values / step)
         power = np.where(values < fmt.max, part * (1 - part) * np.square(step / values), power)
         error = np.where(values < fmt.max, 0.0, error)
-    return {
-        "power": power, "shrinkage": -error, "correlation": -error,
-        "underflow": (rounded == 0).astype(np.float64), "overflow": overflow,
-    }  # fmt: skip
+    return power, -error, -error, (rounded == 0).astype(np.float64), overflow
 
 
 def round_magnitudes(values: np.ndarray, fmt: Format, rounding: str = "nearest_even") -> tuple[np.ndarray, np.ndarray]:
@@ -242,7 +250,6 @@ def _unscaled(statistics: TensorStatistics, recipe: Recipe) -> OperandNoise:
     low = reference - np.log2(outer)
     high = reference - np.log2(np.maximum(inner, outer * 2.0**-4))
     figures = []
-    for name, order in _ORDERS.items():
-        total = 1.0 if order == 0 else weights[order].sum()
-        figures.append(float(curve.mean(name, low, high) @ weights[order] / total))
+    for values, order in zip(curve.mean(low, high), _ORDERS, strict=True):
+        figures.append(float(values @ weights[order]) / (1.0 if order == 0 else float(weights[order].sum())))
     return OperandNoise(*figures)
