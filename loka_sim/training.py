@@ -50,7 +50,7 @@ class TrainingConfig:
         min_count: Ids seen less often in the training split count as missing; 1 keeps all.
     """
 
-    steps: int = 168
+    steps: int = 112
     batch: int = 128
     seed: int = 0
     learning_rate: float = 1e-3

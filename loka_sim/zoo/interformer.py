@@ -7,6 +7,8 @@ and DCN, as in the paper's experiments) learns from the non-sequence tokens and 
 arch (personalized FFN, multi-head attention with rotary positions) from the sequence and the non-sequence summary.
 Swish throughout, as in appendix B.
 
+The paper prints self-gating as sigmoid(X * MLP(X)); taken literally that makes every summary a constant near 1/2 at
+the start, with hardly a gradient. Here the sigmoid gates X, as the paper's text describes it.
 Where the paper is silent: DHEN's norm is LayerNorm over a token; PFFN and attention are each followed by LayerNorm,
 attention with the transformer's residual; PMA's learned queries stand for their own projection.
 """
@@ -123,7 +125,7 @@ class Attention(nn.Module):
 
 
 class Gating(nn.Module):
-    """Self-gating: sigmoid(X * MLP(X)) (paper, section 4.4)."""
+    """Self-gating: X * sigmoid(MLP(X)), a mask that keeps what matters and filters noise (paper, section 4.4)."""
 
     def __init__(self, dim: int, factory: LayerFactory) -> None:
         """See the class."""
@@ -133,7 +135,7 @@ class Gating(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) in and out."""
-        return torch.sigmoid(x * self.out(self.mlp(x)))
+        return x * torch.sigmoid(self.out(self.mlp(x)))
 
 
 class CrossArch(nn.Module):
