@@ -134,7 +134,7 @@ class _Curve:
     def _at(table: np.ndarray, position: np.ndarray) -> np.ndarray:
         index = np.minimum(position.astype(np.int64), table.shape[1] - 2)
         part = position - index
-        return table[:, index] * (1 - part) + table[:, index + 1] * part
+        return table.take(index, 1) * (1 - part) + table.take(index + 1, 1) * part
 
 
 def _curve(recipe: Recipe, place: np.ndarray | None, half_step: bool) -> _Curve:
@@ -234,9 +234,9 @@ def round_magnitudes(values: np.ndarray, fmt: Format, rounding: str = "nearest_e
 def _unscaled(statistics: TensorStatistics, recipe: Recipe) -> OperandNoise:
     """A plain cast: values keep their size, so the curve is read at the depth of the pooled marginal itself."""
     # Between two quantiles values are even; cut finely, a piece is about even in its logarithm too.
-    position = np.arange(8 * (len(LEVELS) - 1) + 1) / 8
+    position = np.arange(4 * (len(LEVELS) - 1) + 1) / 4
     values = np.interp(position, np.arange(len(LEVELS)), statistics.quantiles.astype(np.float64))
-    share = np.repeat(np.diff(LEVELS) / 8, 8)
+    share = np.repeat(np.diff(LEVELS) / 4, 4)
     inner, outer = np.sort(np.abs(np.stack([values[1:], values[:-1]])), 0)
     crossing = values[1:] * values[:-1] < 0
     inner[crossing] = 0.0
