@@ -5,6 +5,9 @@ E[y^2] = sum over k, k' of (C_a + mu_a mu_a^T)(C_b + mu_b mu_b^T): means and cor
 Quantizing adds to each element an error that is independent between elements (power from `numerics.noise`), so its
 power goes with the sum over k of E[a_k^2] E[b_k^2] alone; what quantizing and accumulating (`numerics.drift`) take off
 systematically goes with y itself. Rounding the outputs comes last.
+
+In grad_weight the operands are not quite independent: what they share is the gradient. Its part of the signal is not
+known here, so that there an error may be predicted too large (by 1.4 dB in the median on small trained models).
 """
 
 from __future__ import annotations
