@@ -122,7 +122,8 @@ def accuracy(measured: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
 def choice_regret(timings: pd.DataFrame, predicted: np.ndarray) -> dict[str, float]:
     """What choosing each shape's GEMM kernel by prediction costs against the measured best.
 
-    Only shapes with at least one legal FP8 kernel. Quantization is not part of it: see `benchmarks/choice.py` for that.
+    Only shapes with at least one legal FP8 kernel. Quantization is not part of it: `choice_on_models` and
+    `benchmarks/choice.py` include it.
     """
     frame = timings.assign(predicted=predicted)
     frame = frame[frame["kernel"].isin(GEMM_KERNELS)]
