@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from numerics.formats import Format
 from numerics.recipe import BDR_BITS, Recipe
 from numerics.rounding import cast, decode, encode, exponent_of, power_of_two
 
@@ -92,7 +93,7 @@ def _scaled(x: torch.Tensor, recipe: Recipe, generator: torch.Generator | None) 
         one = torch.ones((), dtype=torch.float32, device=x.device)
         return cast(x, fmt, rounding=recipe.rounding, overflow=recipe.overflow, generator=generator), one
     amax = _block_amax(x, recipe)
-    scales = _power_of_two_scale(amax, recipe) if recipe.is_power_of_two else torch.clamp(amax / fmt.max, min=_LEAST_SCALE)
+    scales = _power_of_two_scale(amax, recipe) if recipe.is_power_of_two else torch.clamp(_over_max(amax, fmt), min=_LEAST_SCALE)
     scales = torch.where(amax == 0, torch.ones_like(scales), scales)
     quotient = x / expand_scales(scales, recipe, x.shape)
     return cast(quotient, fmt, rounding=recipe.rounding, overflow=recipe.overflow, generator=generator), scales
@@ -116,12 +117,17 @@ def _block_amax(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     return blocks.amax((1, 3))
 
 
+def _over_max(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """A true division on every device: by a Python number, CUDA multiplies with the reciprocal."""
+    return amax / torch.full_like(amax, fmt.max)
+
+
 def _power_of_two_scale(amax: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """E8M0 scales (OCP MX 1.0, section 6.3 for `floor`), clamped to the exponents that e8m0 has."""
     fmt = recipe.element
     wide = amax.to(torch.float64)
     if recipe.scale_rounding == "ceil":
-        ratio = wide / fmt.max
+        ratio = _over_max(wide, fmt)
         exponent = exponent_of(ratio)
         exponent = exponent + (power_of_two(exponent, torch.float64) * fmt.max < wide).to(exponent.dtype)
     else:
