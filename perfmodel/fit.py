@@ -238,21 +238,21 @@ def fit(hardware_name: str, folder: Path | None = None) -> dict[str, Any]:
 def _choice_line(what: str, r: dict[str, float]) -> str:
     return (
         f"{what}, {r['shapes']} shapes: right {r['right']:.1%}, "
-        f"regret {r['geomean']:.2%} (geometric mean), p90 {r['p90']:.1%}, worst {r['worst']:.0%}"
+        f"regret {r['geomean']:.2%}, p90 {r['p90']:.1%}, worst {r['worst']:.0%}"
     )
 
 
 def table(manifest: dict[str, Any]) -> str:
-    """The manifest's accuracy as text, a row a kernel."""
+    """The manifest's accuracy as text, a row a kernel; the regret is a geometric mean."""
     models = manifest["held_out_models"]
-    lines = [f"{'':38s} {'held-out shapes':>37s} {'held-out models':>25s}"]
+    lines = [f"{'':38s} {'held-out shapes':>36s} {'held-out models':>23s}"]
     lines.append(
-        f"{'kernel':38s} {'rows':>6s} {'MAPE':>7s} {'median':>7s} {'p90':>6s} {'worst':>7s} {'rows':>8s} {'MAPE':>8s} {'p90':>7s}"
+        f"{'kernel':38s} {'rows':>5s} {'MAPE':>7s} {'median':>7s} {'p90':>6s} {'worst':>7s} {'rows':>6s} {'MAPE':>8s} {'p90':>7s}"
     )
     for kernel in (name for name in KERNELS if name in manifest["kernels"]):
         a, z = manifest["kernels"][kernel]["held_out"], models["kernels"].get(kernel)
-        line = f"{kernel:38s} {a['n']:6d} {a['mape']:7.1%} {a['median']:7.1%} {a['p90']:6.1%} {a['worst']:7.0%}"
-        lines.append(line + (f" {z['n']:8d} {z['mape']:8.1%} {z['p90']:7.1%}" if z else ""))
+        line = f"{kernel:38s} {a['n']:5d} {a['mape']:7.1%} {a['median']:7.1%} {a['p90']:6.1%} {a['worst']:7.0%}"
+        lines.append(line + (f" {z['n']:6d} {z['mape']:8.1%} {z['p90']:7.1%}" if z else ""))
     again = manifest["repeat_on_another_machine"]
     lines += [
         f"A second measurement on another machine differs by {again['mape']:.1%} (p90 {again['p90']:.1%}, n = {again['n']}).",

@@ -120,8 +120,7 @@ def _header(table: dict[str, Any], planned: Plan, notes: tuple[str, ...]) -> Ite
     facts = [
         f"Model: {model['name']} (fingerprint {model['fingerprint']}), batch {model['batch']} per GPU{mods}",
         f"Hardware: {table['hardware']['name']} (time model {table['hardware']['perfmodel_fingerprint']})",
-        f"Policy: MERE below {policy['max_mere']}, speedup at least {policy['min_speedup']}, "
-        f"statistics {policy['statistics']}",
+        f"Policy: MERE below {policy['max_mere']}, speedup at least {policy['min_speedup']}, statistics {policy['statistics']}",
         f"Made by: loka-sim {table['loka_sim_version']}, `loka-sim export TABLE --to torchao`",
         "For: torchao 0.17 and 0.18",
     ]

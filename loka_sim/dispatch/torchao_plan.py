@@ -167,9 +167,7 @@ def _alternative(decision: dict[str, Any], policy: dict[str, Any]) -> Choice:
     if runner_up is None or runner_up["kernel"] not in KERNELS or runner_up["mere"] is None:
         return BF16
     choice = Choice.kernel_named(runner_up["kernel"])
-    admitted = (
-        runner_up["mere"] < policy["max_mere"] and decision["bf16_us"] >= policy["min_speedup"] * runner_up["total_us"]
-    )
+    admitted = runner_up["mere"] < policy["max_mere"] and decision["bf16_us"] >= policy["min_speedup"] * runner_up["total_us"]
     return choice if admitted and choice.is_fp8 and choice.beyond is None else BF16
 
 
@@ -186,9 +184,7 @@ def _settle(passes: dict[str, list[tuple[Choice, dict[str, Any], str]]], losses:
             clash = [op for op, fmt in choice.formats(name).items() if formats.get(op, fmt) != fmt]
             if clash:
                 choice, reason = BF16, f"torchao casts the {clash[0]} to one format for both its passes"
-        losses.extend(
-            _loss(site, name, decision, choice, reason) for wanted, decision, site in calls if wanted != choice
-        )
+        losses.extend(_loss(site, name, decision, choice, reason) for wanted, decision, site in calls if wanted != choice)
         formats.update(choice.formats(name))
         settled.append(choice)
     return settled

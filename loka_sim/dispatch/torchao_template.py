@@ -129,9 +129,7 @@ def site_names(model: nn.Module) -> dict[str, str]:
     Leaves out what torch.compile, checkpointing, FSDP and data parallelism put into names; a module that is held
     under several names goes by its first.
     """
-    parallel = {
-        fqn for fqn, module in model.named_modules() if isinstance(module, (DataParallel, DistributedDataParallel))
-    }
+    parallel = {fqn for fqn, module in model.named_modules() if isinstance(module, (DataParallel, DistributedDataParallel))}
     wrapper_parts = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
     names: dict[str, str] = {}
     first_name: dict[int, str] = {}

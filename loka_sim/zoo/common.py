@@ -25,6 +25,7 @@ MLPERF_ROWS = (
     2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
 )  # fmt: skip
 
+
 def pad_to(size: int, multiple: int = 16) -> int:
     """The least multiple of `multiple` that is not below `size`."""
     return -(-size // multiple) * multiple

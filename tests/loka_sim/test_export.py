@@ -34,9 +34,7 @@ def decision(kernel, m, n, k, runner_up=None):
 
 def site(name, n, k, kernels, op="linear", weight="", m=64, runner_up=None):
     shapes = dict(zip(PASSES, ((m, n, k), (m, k, n), (n, k, m)), strict=True))
-    passes = {
-        name: decision(kernel, *shapes[name], runner_up) for name, kernel in zip(PASSES, kernels, strict=False) if kernel
-    }
+    passes = {name: decision(kernel, *shapes[name], runner_up) for name, kernel in zip(PASSES, kernels, strict=False) if kernel}
     weight = f"{name.partition('#')[0]}.weight".removeprefix("(root).") if weight == "" else weight
     return {"name": name, "op": op, "weight": weight, "n": n, "k": k, "passes": passes}
 
@@ -463,9 +461,7 @@ def test_the_module_is_deterministic_silent_and_free_of_loka_sim(tmp_path):
     assert str(tmp_path) not in text
     (tmp_path / "fp8.py").write_text(text)
     code = "import sys; import fp8; assert not [m for m in sys.modules if m.startswith(('loka_sim', 'numerics', 'perfmodel'))]"
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout == ""
 
