@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -16,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from loka_sim.statistics import SiteStatistics
 from loka_sim.zoo.common import BatchedProduct
 from numerics.collect import StatisticsAccumulator
+from numerics.gradient import SignalAccumulator
 
 # Rows of one update: a slice of consecutive ones, at a seeded place, so that a long sequence costs no more than a batch.
 MAX_ROWS = 4096
@@ -36,6 +36,7 @@ class SiteCollector:
         self._rank = rank
         self._generator = torch.Generator().manual_seed(seed)
         self._accumulators: dict[tuple[str, str], StatisticsAccumulator] = {}
+        self._signals: dict[str, SignalAccumulator] = {}
         self._modules = {
             name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, BatchedProduct))
         }
@@ -64,7 +65,9 @@ class SiteCollector:
             roles = ("activation", "weight", "weight_transposed", "grad_output")
             if missing := [role for role in roles if (name, role) not in self._accumulators]:
                 raise ValueError(f"site {name} has no {missing[0]}; run a step with its gradient while collecting")
-            sites[name] = SiteStatistics(**{role: self._accumulators[name, role].result(self._rank) for role in roles})
+            records = {role: self._accumulators[name, role].result(self._rank) for role in roles}
+            gradient = self._signals[name].result() if name in self._signals else None
+            sites[name] = SiteStatistics(**records, gradient=gradient)
         return sites
 
     def _hook(self, name: str) -> Any:
@@ -76,9 +79,16 @@ class SiteCollector:
                 self._update(name, "weight", inputs[1].transpose(1, 2))
                 self._update(name, "weight_transposed", inputs[1])
             if output.requires_grad:
-                output.register_hook(lambda gradient: self._update(name, "grad_output", gradient))
+                # Of all rows, however many: what a batch sums to is not in a slice of it.
+                kept = None if isinstance(module, BatchedProduct) else inputs[0].detach()
+                output.register_hook(lambda gradient: self._update_gradient(name, gradient, kept))
 
         return hook
+
+    def _update_gradient(self, name: str, gradient: Tensor, inputs: Tensor | None) -> None:
+        self._update(name, "grad_output", gradient)
+        if inputs is not None:
+            self._signals.setdefault(name, SignalAccumulator()).update(gradient, inputs)
 
     def _update(self, name: str, role: str, values: Tensor, whole: bool = False) -> None:
         rows = values.detach().flatten(0, -2)
@@ -88,6 +98,4 @@ class SiteCollector:
         key = (name, role)
         if key not in self._accumulators:
             self._accumulators[key] = StatisticsAccumulator(rows.shape[1])
-        # A feature that is zero throughout a batch, as behind a dead ReLU, lies at minus infinity in a logarithm.
-        with np.errstate(divide="ignore", invalid="ignore"):
-            self._accumulators[key].update(rows.contiguous())
+        self._accumulators[key].update(rows.contiguous())

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from loka_sim.errors import DataError, UserError
 from loka_sim.files import write_bytes_atomic, write_text_atomic
 from loka_sim.modelspec import ModelSpec
 from numerics.distributions import TensorStatistics
+from numerics.gradient import GradientSignal
 
 SCHEMA_VERSION = 1
 ARRAYS = "statistics.safetensors"
@@ -36,12 +37,15 @@ class SiteStatistics:
         weight: w: rows (N), features K. Of a product of two activations, the right one, transposed.
         weight_transposed: w^T: rows (K), features N.
         grad_output: The loss's gradient of the output: rows (M), features N.
+        gradient: What g^T x sums to over a batch, for `grad_weight`. None for a product of two activations, whose
+            GEMMs are batched (no FP8 kernel runs them), and in folders older than it.
     """
 
     activation: TensorStatistics
     weight: TensorStatistics
     weight_transposed: TensorStatistics
     grad_output: TensorStatistics
+    gradient: GradientSignal | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,10 @@ def load(name_or_dir: str | Path) -> Statistics:
         folder = folder_of_shipped() / str(name_or_dir)
     manifest = _read_manifest(folder / MANIFEST)
     records = _unpack(_read_arrays(folder / ARRAYS, manifest["arrays_sha256"]), manifest, folder)
-    sites = {name: SiteStatistics(**{role: records[name, role] for role in ROLES}) for name in manifest["sites"]}
+    sites = {
+        name: SiteStatistics(**{role: records[name, role] for role in ROLES}, gradient=_signal(site, name, folder))
+        for name, site in manifest["sites"].items()
+    }
     return Statistics(manifest["model"], manifest["fingerprint"], sites, manifest)
 
 
@@ -180,8 +187,9 @@ def _distance(name: str, other: str) -> tuple[int, ...]:
 
 
 def _summary(site: SiteStatistics) -> dict[str, dict[str, float]]:
-    """What a reader of the manifest wants to see of a site."""
-    return {
+    """What a reader of the manifest wants to see of a site, and the few numbers that are kept nowhere else."""
+    gradient = asdict(site.gradient).items() if site.gradient is not None else ()
+    summary: dict[str, dict[str, float]] = {
         role: {
             "rows_seen": record.rows_seen,
             "features": record.features,
@@ -193,15 +201,17 @@ def _summary(site: SiteStatistics) -> dict[str, dict[str, float]]:
         for role in ROLES
         for record in (getattr(site, role),)
     }
+    return summary | ({"gradient": {key: float(f"{value:.6g}") for key, value in gradient}} if gradient else {})
 
 
-def _storable(record: TensorStatistics) -> TensorStatistics:
-    """The record with no factor above its feature's deviation.
-
-    A feature that is all but constant has a deviation that rounds to nothing, and loadings that float16 cannot hold.
-    """
-    deviation = np.sqrt(np.maximum(record.second_moment - np.square(record.mean), 0.0))
-    return replace(record, factor=np.clip(record.factor, -deviation, deviation), _views={})
+def _signal(site: dict[str, Any], name: str, folder: Path) -> GradientSignal | None:
+    """The site's gradient signal as its summary has it."""
+    if "gradient" not in site:
+        return None
+    try:
+        return GradientSignal(**{key: float(value) for key, value in site["gradient"].items()})
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{folder / MANIFEST}: gradient of {name} is damaged ({error}); collect the statistics again") from None
 
 
 def _pack(sites: dict[str, SiteStatistics]) -> tuple[dict[str, np.ndarray], dict[str, list[int | str]]]:
@@ -211,7 +221,7 @@ def _pack(sites: dict[str, SiteStatistics]) -> tuple[dict[str, np.ndarray], dict
     """
     parts: dict[str, list[np.ndarray]] = {}
     layout: dict[str, list[int | str]] = {}
-    records = [_storable(getattr(site, role)) for site in sites.values() for role in ROLES]
+    records = [getattr(site, role) for site in sites.values() for role in ROLES]
     for record in records:
         for kind, array in record.to_arrays().items():
             parts.setdefault(kind, []).append(array)

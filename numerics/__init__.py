@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from numerics.errors import gemm_error as gemm_error
     from numerics.formats import FORMATS as FORMATS
     from numerics.formats import Format as Format
+    from numerics.gradient import GradientSignal as GradientSignal
+    from numerics.gradient import SignalAccumulator as SignalAccumulator
     from numerics.predict import predict_gemm_error as predict_gemm_error
     from numerics.predict import predict_gemm_errors as predict_gemm_errors
     from numerics.quantization import QuantizedTensor as QuantizedTensor
@@ -31,8 +33,10 @@ _HOMES = {
     "FORMATS": "formats",
     "Format": "formats",
     "GemmError": "errors",
+    "GradientSignal": "gradient",
     "QuantizedTensor": "quantization",
     "Recipe": "recipe",
+    "SignalAccumulator": "gradient",
     "StatisticsAccumulator": "collect",
     "TensorStatistics": "distributions",
     "cast": "rounding",

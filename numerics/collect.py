@@ -55,7 +55,7 @@ class StatisticsAccumulator:
         Raises:
             ValueError: the rank or width is wrong, or a value is NaN or infinite.
         """
-        x = _as_array(values)
+        x = as_array(values)
         if x.ndim != 2 or x.shape[1] != self.features:
             raise ValueError(f"statistics take (rows, {self.features}) tensors, got shape {tuple(x.shape)}")
         if x.shape[0] == 0:
@@ -271,7 +271,7 @@ def _block_amax(magnitude: np.ndarray, block_rows: int, block_columns: int) -> n
     return spread
 
 
-def _as_array(values: Any) -> np.ndarray:
+def as_array(values: Any) -> np.ndarray:
     """A float32 numpy array of an array or a torch tensor, without importing torch."""
     if hasattr(values, "detach"):
         values = values.detach().float().cpu().numpy()

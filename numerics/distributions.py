@@ -35,6 +35,7 @@ ROW_LEVELS = (np.arange(16) + 0.5) / 16
 _VECTORS = ("mean", "second_moment", "amax", "zero_share", "residual")
 _PROFILES = ("profile_counts", "profile_energy", "profile_lengths", "profile_phase")
 _ARRAYS = (*_VECTORS, "factor", "quantiles", "shape_quantiles", "row_rms", *_PROFILES)
+_SHARES = ("profile_counts", "profile_energy", "profile_phase")
 _SINGLE_PRECISION = (
     "mean", "second_moment", "amax", "residual", "quantiles", "shape_quantiles", "profile_lengths",
 )  # fmt: skip
@@ -193,7 +194,7 @@ class TensorStatistics:
         arrays = {name: getattr(self, name).astype(np.float32) for name in _SINGLE_PRECISION}
         arrays |= {name: getattr(self, name).astype(np.float16) for name in ("zero_share", "row_rms")}
         # Shares below 6e-8 vanish in float16 and matter to no figure that is printed.
-        arrays |= {name: getattr(self, name).astype(np.float16) for name in ("profile_counts", "profile_energy")}
+        arrays |= {name: getattr(self, name).astype(np.float16) for name in _SHARES}
         # A feature that is all but constant has a deviation that float32 moments round away; its factor goes with it.
         arrays["loadings"] = np.clip(self.factor / deviation, -1.0, 1.0).astype(np.float16)
         arrays["header"] = np.array([self.rows_seen, int(self.spiked)], np.int64)

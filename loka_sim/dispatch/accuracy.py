@@ -11,6 +11,7 @@ from perfmodel.kernels import KERNELS
 if TYPE_CHECKING:
     from loka_sim.statistics import SiteStatistics
     from numerics.distributions import TensorStatistics
+    from numerics.gradient import GradientSignal
 
 
 class Errors:
@@ -39,8 +40,9 @@ class Errors:
             kernels = legal_fp8(shape, name, self.capability)
             if kernels:
                 left, right = self._operands(shape, name, statistics)
+                signal = statistics.gradient if statistics is not None and name == "grad_weight" else None
                 for kernel in kernels:
-                    result[name, kernel] = self._predict(left, right, shape.gemm(name)[:3], kernel)
+                    result[name, kernel] = self._predict(left, right, shape.gemm(name)[:3], kernel, signal)
         return result
 
     def _operands(
@@ -68,14 +70,17 @@ class Errors:
             self._normal = gaussian(128)
         return self._normal.resized(features)
 
-    def _predict(self, left: TensorStatistics, right: TensorStatistics, shape: tuple[int, int, int], kernel: str) -> Accuracy:
+    def _predict(
+        self, left: TensorStatistics, right: TensorStatistics, shape: tuple[int, int, int], kernel: str,
+        signal: GradientSignal | None,
+    ) -> Accuracy:  # fmt: skip
         spec = KERNELS[kernel]
         assert spec.recipe_a is not None and spec.recipe_b is not None
-        key = (id(left), id(right), shape, spec.recipe_a, spec.recipe_b, spec.accumulation)
+        key: tuple[object, ...] = (id(left), id(right), shape, spec.recipe_a, spec.recipe_b, spec.accumulation, signal)
         if key not in self._memo:
             from numerics.predict import predict_gemm_error
 
-            error = predict_gemm_error(left, right, shape, spec.recipe_a, spec.recipe_b, spec.accumulation)
+            error = predict_gemm_error(left, right, shape, spec.recipe_a, spec.recipe_b, spec.accumulation, signal)
             self._memo[key] = Accuracy(float(error.mere), float(error.sqnr_db))
             self._kept += [left, right]  # an id stands for its object only while that object lives
         return self._memo[key]

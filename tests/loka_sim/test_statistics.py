@@ -16,6 +16,7 @@ from loka_sim.errors import DataError, UserError
 from loka_sim.modelspec import Dim, ModelSpec, Site, linear_passes
 from loka_sim.statistics import ROLES, SiteStatistics, Statistics
 from numerics.collect import StatisticsAccumulator
+from numerics.gradient import GradientSignal
 
 NAMES = [f"{model}-small{mods}" for model in zoo.MODELS for mods in ("", "+mods")]
 
@@ -29,7 +30,8 @@ def record(features: int, seed: int, relu: bool = False):
 
 
 def site(n: int, k: int, seed: int) -> SiteStatistics:
-    return SiteStatistics(record(k, seed, relu=True), record(k, seed + 1), record(n, seed + 2), record(n, seed + 3))
+    records = record(k, seed, relu=True), record(k, seed + 1), record(n, seed + 2), record(n, seed + 3)
+    return SiteStatistics(*records, gradient=GradientSignal(1.25, 1.5, seed / 1000) if seed < 9 else None)
 
 
 @pytest.fixture
@@ -59,7 +61,11 @@ def test_what_is_written_is_read(made, folder):
             assert one.rows_seen == other.rows_seen and one.spiked == other.spiked
             for part in ("mean", "second_moment", "amax", "quantiles", "residual"):
                 np.testing.assert_array_equal(getattr(one, part), getattr(other, part))
+            for part in ("profile_counts", "profile_energy", "profile_phase", "row_rms", "zero_share"):
+                np.testing.assert_allclose(getattr(one, part), getattr(other, part), rtol=1e-3, atol=1e-7)
             np.testing.assert_allclose(one.covariance, other.covariance, rtol=2e-3, atol=2e-3 * one.covariance.max())
+    assert [site.gradient for site in loaded.sites.values()] == [site.gradient for site in made.sites.values()]
+    assert loaded.sites["top.1"].gradient == GradientSignal(1.25, 1.5, 0.005) and loaded.sites["layers.0.mix"].gradient is None
     summary = loaded.manifest["sites"]["top.0"]["activation"]
     assert summary["features"] == 40 and summary["rank"] == 4 and summary["rows_seen"] == 400
     assert 0.3 < summary["zero_share"] < 0.45  # a normal around 0.3 behind a ReLU: 38% zeros
@@ -106,6 +112,12 @@ def damage_manifest(folder, **changes):
     path.write_text(json.dumps({key: value for key, value in manifest.items() if value is not None}))
 
 
+def damage_gradient(folder, value):
+    sites = json.loads((folder / statistics.MANIFEST).read_text())["sites"]
+    sites["top.0"]["gradient"] = value
+    damage_manifest(folder, sites=sites)
+
+
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
@@ -121,6 +133,9 @@ def damage_manifest(folder, **changes):
         (lambda f: damage_manifest(f, sites={"top.0": {}}), r"does not fit its manifest"),
         (lambda f: damage_manifest(f, sites={}), r"does not fit its manifest"),
         (lambda f: damage_manifest(f, layout={}), r"does not fit its manifest"),
+        (lambda f: damage_gradient(f, {"linear": 1.0}), r"gradient of top.0 is damaged .*; collect the statistics again"),
+        (lambda f: damage_gradient(f, {"independent": -1, "linear": 1, "quadratic": 0}), r"gradient of top.0 is damaged"),
+        (lambda f: damage_gradient(f, 3), r"gradient of top.0 is damaged"),
     ],
 )  # fmt: skip
 def test_a_damaged_folder_is_one_line(folder, damage, complaint):

@@ -73,6 +73,13 @@ def test_collected_moments_are_those_of_the_tensors(name):
     weight = model.get_submodule("top.0").weight.detach().numpy()
     np.testing.assert_allclose(sites["top.0"].weight.mean, weight.mean(0), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(sites["top.0"].weight_transposed.amax, np.abs(weight).max(1), rtol=1e-6)
+    # What the batch at hand sums to is what autograd left: three batches without zero_grad.
+    head, signal = sites["top.0"], sites["top.0"].gradient
+    rows = head.activation.rows_seen
+    total = (signal.linear * rows + signal.quadratic * rows**2) * head.activation.mean_square * head.grad_output.mean_square
+    summed = float(model.get_submodule("top.0").weight.grad.square().mean())
+    assert total == pytest.approx(summed, rel=1e-3) if signal.quadratic else summed <= 4 * total
+    assert product.gradient is None
     collector.close()
 
 
