@@ -1,13 +1,12 @@
 """What a step exchanges between GPUs: pooled embeddings and dense gradients, each GPU with its own batch.
 
 Embedding tables are spread over the GPUs, whole tables each, the dense part is replicated. Per step: an
-all-to-all of pooled embeddings forward and one of their gradients backward, and an all-reduce of the dense
-gradients, all in bf16. Their sum is what would be exposed if nothing overlapped.
+all-to-all of pooled embeddings forward and one of their gradients backward, and all-reduces of the dense
+gradients in DistributedDataParallel's default buckets, all in bf16. Their sum is what would be exposed if nothing overlapped.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,8 @@ from loka_sim.dispatch.steps import Step
 from loka_sim.modelspec import ModelSpec
 
 BF16_BYTES = 2
+BUCKET_BYTES = 25 * 2**20
+"""Default `bucket_cap_mb` of `torch.nn.parallel.DistributedDataParallel`."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Communication:
         all_to_all_bytes: What one rank exchanges in one direction.
         all_reduce_bytes: Dense gradients.
         all_to_all_us: Forward and backward together.
-        all_reduce_us: One all-reduce of all dense gradients.
+        all_reduce_us: All-reduces of all dense gradients, bucket after bucket.
         missing: Why there is no figure, in words; None where there is one.
     """
 
@@ -86,16 +87,15 @@ def communication(spec: ModelSpec, gpus: int, hardware: str) -> Communication | 
     """
     if gpus == 1:
         return None
-    sizes = {"all_to_all": embedding_bytes(spec), "all_reduce": spec.dense_parameters * BF16_BYTES}
-    times: dict[str, float] = {}
+    embeddings, gradients = embedding_bytes(spec), spec.dense_parameters * BF16_BYTES
+    from perfmodel import collectives
+
     try:
-        collectives = importlib.import_module("perfmodel.collectives")
         model = collectives.load(hardware)
-        for what, size in sizes.items():
-            times[what] = float(model.predict(what, gpus, size)) if size else 0.0
-    except ImportError:
-        return Communication(gpus, sizes["all_to_all"], sizes["all_reduce"], missing=f"no collective was measured on {hardware}")
+        all_to_all = model.predict("all_to_all", gpus, embeddings) if embeddings else 0.0
+        buckets = [BUCKET_BYTES] * (gradients // BUCKET_BYTES) + [gradients % BUCKET_BYTES]
+        all_reduce = sum(buckets.count(size) * model.predict("all_reduce", gpus, size) for size in set(buckets) if size)
     except (ValueError, FileNotFoundError) as error:
-        return Communication(gpus, sizes["all_to_all"], sizes["all_reduce"], missing=str(error).rstrip("."))
+        return Communication(gpus, embeddings, gradients, missing=str(error).rstrip("."))
     # The gradients of the embeddings travel back the way that the embeddings came.
-    return Communication(gpus, sizes["all_to_all"], sizes["all_reduce"], 2 * times["all_to_all"], times["all_reduce"])
+    return Communication(gpus, embeddings, gradients, 2 * all_to_all, all_reduce)

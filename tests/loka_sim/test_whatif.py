@@ -13,6 +13,7 @@ from loka_sim.dispatch import table
 from loka_sim.errors import DataError, LokaSimError, UserError
 from loka_sim.modelspec import Dim, ModelSpec, Site, linear_passes
 from loka_sim.schemas import problem
+from perfmodel import collectives
 
 
 @pytest.fixture
@@ -219,6 +220,16 @@ def test_communication_that_was_not_measured_has_no_figure(made_up_model):
     found = communication(made_up_model, 1000, "h200")
     assert found is not None and found.exposed_us is None
     assert found.text.startswith("No figure for communication between 1000 GPUs: ")
+
+
+def test_communication_by_hand(made_up_model):
+    """Two all-to-alls of the embeddings, and the gradients in full buckets of 25 MiB and a rest."""
+    model = dataclasses.replace(made_up_model, dense_parameters=30 * 2**20)
+    measured = collectives.load("h200")
+    found = communication(model, 4, "h200")
+    assert found.all_to_all_us == pytest.approx(2 * measured.predict("all_to_all", 4, embedding_bytes(model)))
+    full, rest = measured.predict("all_reduce", 4, 25 * 2**20), measured.predict("all_reduce", 4, 10 * 2**20)
+    assert found.all_reduce_us == pytest.approx(2 * full + rest)
 
 
 def test_communication_in_the_document(answer):
