@@ -261,16 +261,12 @@ def _hardware(timing: PerfModel) -> dict[str, Any]:
 
 
 def _held_out(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """How far the time model was off on shapes that it had not seen, weighted by rows, and what its choices cost.
-
-    The choice is the one made here, quantization included, where the model was judged on whole models.
-    """
-    choice = manifest.get("held_out_models", {}).get("choice_with_quantization") or manifest["choice_regret"]
+    """How far the time model was off on shapes that it had not seen, weighted by rows, and what its GEMM choices cost."""
     accuracies = {kernel: entry["held_out"] for kernel, entry in manifest["kernels"].items()}
     rows = sum(entry["n"] for entry in accuracies.values())
     return {
         "mape_percent": 100 * sum(entry["mape"] * entry["n"] for entry in accuracies.values()) / rows,
-        "regret_percent": 100 * choice["geomean"],
+        "regret_percent": 100 * manifest["choice_regret"]["geomean"],
         "kernels": {kernel: 100 * entry["mape"] for kernel, entry in accuracies.items()},
         "command": manifest["command"],
     }

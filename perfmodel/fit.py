@@ -122,8 +122,7 @@ def accuracy(measured: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
 def choice_regret(timings: pd.DataFrame, predicted: np.ndarray) -> dict[str, float]:
     """What choosing each shape's GEMM kernel by prediction costs against the measured best.
 
-    Only shapes with at least one legal FP8 kernel. Quantization is not part of it: `choice_on_models` and
-    `benchmarks/choice.py` include it.
+    Only shapes with at least one legal FP8 kernel. Quantization is not part of it: `benchmarks/choice.py` includes it.
     """
     frame = timings.assign(predicted=predicted)
     frame = frame[frame["kernel"].isin(GEMM_KERNELS)]
@@ -134,37 +133,6 @@ def choice_regret(timings: pd.DataFrame, predicted: np.ndarray) -> dict[str, flo
     return {
         "shapes": len(ratio), "right": float((ratio == 1).mean()), "geomean": float(np.exp(np.log(ratio).mean()) - 1),
         "p90": float(ratio.quantile(0.9) - 1), "worst": float(ratio.max() - 1),
-    }  # fmt: skip
-
-
-def choice_on_models(zoo: pd.DataFrame, predicted: np.ndarray) -> dict[str, float]:
-    """Kernel choice with quantization included, on the shapes of whole held-out models.
-
-    A shape is an output pass: an FP8 kernel costs its GEMM and the quantization of both its bf16 operands, as measured
-    in the same sweep. Only shapes where every part of at least one FP8 candidate was measured.
-    """
-    key = zoo["kernel"].astype(str) + zoo["m"].astype(str) + "," + zoo["n"].astype(str) + "," + zoo["k"].astype(str)
-    measured_us, predicted_us = (dict(zip(key, values, strict=True)) for values in (zoo["p50_us"], predicted))
-    ratios, gains = [], []
-    gemms = zoo[zoo["kernel"].isin(GEMM_KERNELS) & (zoo["groups"] == 1)]
-    for (m, n, k), rows in gemms.groupby(["m", "n", "k"]):
-        costs = []
-        for kernel in rows["kernel"]:
-            spec, parts = KERNELS[kernel], [f"{kernel}{m},{n},{k}"]
-            if spec.is_fp8:
-                parts += [f"{spec.quantize_a}{m},1,{k}", f"{spec.quantize_b}{n},1,{k}"]
-            if all(part in measured_us for part in parts):
-                costs.append((sum(predicted_us[part] for part in parts), sum(measured_us[part] for part in parts), kernel))
-        if len(costs) > 1:
-            bf16 = next(cost[1] for cost in costs if cost[2] == "torch/bf16")
-            best = min(cost[1] for cost in costs)
-            ratios.append(min(costs)[1] / best)
-            gains.append(bf16 / best > 1)
-    ratio = np.asarray(ratios)
-    return {
-        "shapes": len(ratio), "fp8_wins": float(np.mean(gains)), "right": float((ratio == 1).mean()),
-        "geomean": float(np.exp(np.log(ratio).mean()) - 1), "p90": float(np.quantile(ratio, 0.9) - 1),
-        "worst": float(ratio.max() - 1),
     }  # fmt: skip
 
 
@@ -181,7 +149,6 @@ def judge_on_models(everything: pd.DataFrame, boosters: dict[str, Any], hardware
     return {
         "kernels": kernels,
         "gemm_choice": choice_regret(zoo, predicted),
-        "choice_with_quantization": choice_on_models(zoo, predicted),
     }
 
 
@@ -258,7 +225,6 @@ def table(manifest: dict[str, Any]) -> str:
         f"A second measurement on another machine differs by {again['mape']:.1%} (p90 {again['p90']:.1%}, n = {again['n']}).",
         _choice_line("GEMM choice, held-out shapes", manifest["choice_regret"]),
         _choice_line("GEMM choice, held-out models", models["gemm_choice"]),
-        _choice_line("Choice with quantization, held-out models", models["choice_with_quantization"]),
     ]
     return "\n".join(lines)
 
