@@ -146,14 +146,21 @@ class Site:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Site:
-        """The reverse of `to_dict`, of a valid document; m, n and k stand for a linear layer's three passes."""
+        """The reverse of `to_dict`, of a valid document.
+
+        m, n and k stand for a linear layer's three passes, by the layer's own weight unless the document says otherwise.
+        """
+        name, op = document["name"], document.get("op", "linear")
+        rest = {key: document[key] for key in ("weight", "bias", "norm", "activation") if key in document}
         if "passes" in document:
             passes = {key: Gemm.from_dict(document["passes"][key]) for key in PASSES if key in document["passes"]}
         else:
             m, n, k, groups = (Dim.parse(document.get(key, 1)) for key in ("m", "n", "k", "groups"))
             passes = linear_passes(m, n, k, groups)
-        rest = {key: document[key] for key in ("weight", "bias", "norm", "activation") if key in document}
-        return cls(document["name"], document.get("op", "linear"), passes, **rest)
+            if op == "linear" and "groups" not in document:
+                module = name.partition("#")[0]
+                rest.setdefault("weight", "weight" if module == "(root)" else f"{module}.weight")
+        return cls(name, op, passes, **rest)
 
 
 @dataclass(frozen=True)

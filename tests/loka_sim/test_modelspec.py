@@ -88,11 +88,35 @@ def test_other_texts_are_no_dimension(text):
 
 def test_a_site_of_m_n_k_is_a_linear_layer(tmp_path):
     (site,) = modelspec.load(write(tmp_path, SMALL)).sites
-    assert site.op == "linear"
+    assert site.op == "linear" and site.weight == "fc1.weight"
     shapes = {key: gemm.shape(512) for key, gemm in site.passes.items()}
     assert shapes == {"output": (512, 64, 13), "grad_input": (512, 13, 64), "grad_weight": (64, 13, 512)}
     assert [site.passes[key].layout_b for key in PASSES] == ["column", "row", "row"]
     assert [site.passes[key].layout_a for key in PASSES] == ["row", "row", "column"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "weight"),
+    [
+        ({"name": "fc1#2"}, "fc1.weight"),
+        ({"name": "(root)"}, "weight"),
+        ({"weight": "shared"}, "shared"),
+        ({"weight": None}, None),
+        ({"op": "mm"}, None),
+        ({"groups": 4}, None),
+    ],
+)
+def test_a_hand_written_linear_layer_multiplies_by_its_own_weight(tmp_path, changes, weight):
+    (site,) = modelspec.load(write(tmp_path, with_site(**changes))).sites
+    assert site.weight == weight
+
+
+@pytest.mark.parametrize("name", ["spec.json", "spec.yaml"])
+def test_a_bottomless_file_is_refused_in_one_line(tmp_path, name):
+    path = tmp_path / name
+    path.write_text("[" * 100_000)
+    with pytest.raises(UserError, match="nested too deeply"):
+        modelspec.load(path)
 
 
 def test_yaml_and_json_say_the_same(tmp_path):
