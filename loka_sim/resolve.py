@@ -38,6 +38,9 @@ def resolve_model(text: str) -> ModelSpec:
         if name in names:
             return modelspec.load(names[name])
     path = Path(text)
+    if path.suffix == ".py":
+        module = path.stem if path.is_absolute() else ".".join(path.with_suffix("").parts)
+        raise UserError(f"{text}: a Python file is no model; name the function in it that makes one, as in {module}:make")
     if path.suffix.lower() in SUFFIXES or path.is_file():
         return modelspec.load(path)
     if ":" in text:
@@ -64,7 +67,10 @@ def zoo_names() -> dict[str, Path]:
 @contextlib.contextmanager
 def _current_directory_first() -> Iterator[None]:
     """Import what lies in the current directory, as `python -m` does."""
-    here = str(Path.cwd())
+    try:
+        here = str(Path.cwd())
+    except FileNotFoundError:
+        raise UserError("the current directory is gone; change to one that is there") from None
     sys.path.insert(0, here)
     importlib.invalidate_caches()
     try:
@@ -84,7 +90,8 @@ def _from_callable(text: str) -> ModelSpec:
     module_name, _, attribute = text.partition(":")
     if not module_name or not attribute:
         raise UserError(f"{text!r}: write package.module:callable")
-    with _current_directory_first():
+    # Standard output is the answer's: what the user's code prints is no part of it.
+    with _current_directory_first(), contextlib.redirect_stdout(sys.stderr):
         found = _attribute(_import(module_name, text), attribute, text)
         if not callable(found):
             mend = "name a function without arguments that returns (model, inputs)"

@@ -48,6 +48,8 @@ def _parse_json(text: str, path: Path) -> Any:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise UserError(f"{path}: no valid JSON at {where} ({error.msg}); is the file truncated? write it again") from None
+    except RecursionError:
+        raise UserError(f"{path}: nested too deeply for a model spec; write it again") from None
 
 
 def _parse_yaml(text: str, path: Path) -> Any:
@@ -70,6 +72,8 @@ def _parse_yaml(text: str, path: Path) -> Any:
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "unreadable"
         raise UserError(f"{path}: no valid YAML{where} ({problem}); is the file truncated? write it again") from None
+    except RecursionError:
+        raise UserError(f"{path}: nested too deeply for a model spec; write it again") from None
 
 
 def check(document: Any, where: str) -> None:

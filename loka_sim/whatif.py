@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 MAX_SIZE = 2**31 - 1
 """Largest dimension of a GEMM: CUDA libraries take 32-bit sizes."""
 
+MAX_ELEMENTS = 2**37
+"""Largest operand or result of a GEMM: 256 GiB in bf16, more than a GPU holds."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -207,10 +210,24 @@ def _check_sizes(spec: ModelSpec, batch: int) -> None:
             sizes = (*gemm.shape(batch), gemm.groups.at(batch))
             if min(sizes) < 1:
                 raise UserError(f"site {site.name}: {name} is {sizes} at batch {batch}; every size must be positive")
-            if max(sizes) > MAX_SIZE:
-                raise UserError(f"--batch {batch}: site {site.name} has a dimension of {max(sizes)}; give a smaller batch")
+            # What is too large whatever the batch is the specification's to mend.
+            least = (*gemm.shape(1), gemm.groups.at(1))
+            for size, limit, alone, what in (
+                (max(sizes), MAX_SIZE, max(least), "a dimension"),
+                (_largest(sizes), MAX_ELEMENTS, _largest(least), "an operand or result"),
+            ):
+                if size > limit:
+                    unit = "" if what == "a dimension" else " elements"
+                    mend = f"write a smaller size (at most {limit})" if alone > limit else "give a smaller batch"
+                    raise UserError(f"--batch {batch}: site {site.name} has {what} of {size}{unit}; {mend}")
     if not spec.sites:
         raise UserError(f"{spec.name} has no GEMM at all; nothing can be decided")
+
+
+def _largest(sizes: Sequence[int]) -> int:
+    """Elements of the largest matrix of a GEMM of (m, n, k, groups)."""
+    m, n, k, groups = sizes
+    return groups * max(m * n, m * k, n * k)
 
 
 def _decide(

@@ -7,6 +7,7 @@ there; 101 a bug; 130 interrupted; 141 the reader of the output left.
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -51,6 +52,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; nothing that a user causes ends in a traceback."""
+    if sys.stdout is None:  # closed by the shell: the files and the exit code are still wanted
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open until the end)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without a bar character still gets its answer
@@ -73,7 +76,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The interpreter flushes stdout once more at exit: give it somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            return _bug()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"loka-sim: cannot write the output: {error.strerror}; make room, or write it elsewhere", file=sys.stderr)
+        return UserError.exit_code
     except Exception:
-        traceback.print_exc()
-        print("loka-sim: this is a bug; please report the lines above with the command", file=sys.stderr)
-        return BUG
+        return _bug()
+
+
+def _bug() -> int:
+    """Say so, with the traceback of the exception at hand."""
+    traceback.print_exc()
+    print("loka-sim: this is a bug; please report the lines above with the command", file=sys.stderr)
+    return BUG

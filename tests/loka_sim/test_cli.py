@@ -161,6 +161,22 @@ def test_a_reader_that_leaves_is_no_error():
     assert done.returncode == 141 and done.stderr == b""
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "loka_sim", "models"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    assert done.returncode == 2 and done.stderr.startswith("loka-sim: cannot write the output") and done.stderr.count("\n") == 1
+
+
+def test_a_closed_output_is_no_bug():
+    done = subprocess.run(
+        ["sh", "-c", '"$0" -m loka_sim models >&-', sys.executable], stderr=subprocess.PIPE, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("text", "width", "expected"),
     [("a.b.c", 5, "a.b.c"), ("layers.3.interaction.dhen.1.out", 20, "layers.….dhen.1.out"), ("abcdefghij", 7, "ab…ghij")],

@@ -158,6 +158,25 @@ def test_a_wrong_name_is_refused_in_one_line(folder, text, said):
     assert refusal(text).startswith(said)
 
 
+def test_a_python_file_is_named_as_a_module(folder):
+    assert "as in mine.model:make" in refusal("mine/model.py")
+    assert "as in model:make" in refusal(str(folder / "model.py"))
+
+
+def test_what_the_users_code_prints_is_no_part_of_the_answer(folder, capsys):
+    (folder / "chatty.py").write_text(f"print('imported')\n{MODULE}\ndef make():\n    print('called')\n    return small()\n")
+    resolve_model("chatty:make")
+    assert capsys.readouterr() == ("", "imported\ncalled\n")
+
+
+def test_a_current_directory_that_is_gone(folder, monkeypatch):
+    gone = folder / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert "current directory is gone" in refusal("mine:small")
+
+
 def test_zoo_models_and_files_need_no_torch():
     code = "import sys; from loka_sim.resolve import resolve_model; resolve_model('wukong'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, env=os.environ).returncode == 0

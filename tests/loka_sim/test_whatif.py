@@ -266,6 +266,20 @@ def test_screen_of_a_negative_verdict_says_where_it_comes_closest(made_up, made_
     assert screen[start + 1].split()[:2] == list(best)
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "batch", "said"),
+    [
+        (2**32, 64, 64, "a dimension of 4294967296; write a smaller size"),
+        (2**31 - 1, 2**31 - 1, 64, "elements; write a smaller size"),
+        (2**20, 64, 2**20, "an operand or result of 1099511627776 elements; give a smaller batch"),
+    ],
+)
+def test_a_gemm_that_no_gpu_holds_is_refused(n, k, batch, said):
+    site = Site("a", "linear", linear_passes(Dim(0, 1), Dim(n), Dim(k)), weight="a.weight")
+    with pytest.raises(UserError, match=said):
+        loka_sim.whatif(ModelSpec("huge", batch, (site,)))
+
+
 def test_screen_groups_sites_that_are_alike(made_up):
     sites = tuple(
         Site(f"layers.{i}.mlp.0", "linear", linear_passes(Dim(0, 1), Dim(4096), Dim(4096)), weight=f"layers.{i}.mlp.0.weight")
