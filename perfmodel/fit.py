@@ -136,12 +136,15 @@ def choice_regret(timings: pd.DataFrame, predicted: np.ndarray) -> dict[str, flo
     }  # fmt: skip
 
 
-def judge_on_models(everything: pd.DataFrame, boosters: dict[str, Any], hardware: HardwareSpec) -> dict[str, Any]:
-    """The shipped trees on the sweep `zoo`: accuracy per kernel, interval coverage inputs, and choice regret."""
+def judge_on_models(
+    everything: pd.DataFrame, boosters: dict[str, Any], factors: dict[str, list[list[float]]], hardware: HardwareSpec
+) -> dict[str, Any]:
+    """The shipped trees on the sweep `zoo`: accuracy per kernel, share inside the intervals, and choice regret."""
     zoo = everything[everything["sweep"] == "zoo"].reset_index(drop=True)
-    predicted = np.full(len(zoo), np.nan)
+    predicted, bounds = np.full(len(zoo), np.nan), np.full((len(zoo), 2), np.nan)
     for kernel, index in zoo.groupby("kernel").indices.items():
         predicted[index] = predict(boosters[str(kernel)], str(kernel), zoo.iloc[index], hardware)
+        bounds[index] = predicted[index, None] * np.asarray(factors[str(kernel)])[size_class(predicted[index])]
     measured = zoo["p50_us"].to_numpy()
     kernels = {
         str(kernel): accuracy(measured[index], predicted[index]) for kernel, index in zoo.groupby("kernel").indices.items()
@@ -149,6 +152,7 @@ def judge_on_models(everything: pd.DataFrame, boosters: dict[str, Any], hardware
     return {
         "kernels": kernels,
         "gemm_choice": choice_regret(zoo, predicted),
+        "coverage": float(((measured >= bounds[:, 0]) & (measured <= bounds[:, 1])).mean()),
     }
 
 
@@ -194,7 +198,9 @@ def fit(hardware_name: str, folder: Path | None = None) -> dict[str, Any]:
         "shapes": int(timings.groupby(SHAPE).ngroups),
         "held_out": f"{FOLDS}-fold cross-validation by whole shapes",
         "choice_regret": choice_regret(timings, predicted),
-        "held_out_models": judge_on_models(everything, boosters, hardware),
+        "held_out_models": judge_on_models(
+            everything, boosters, {kernel: entry["interval_factors"] for kernel, entry in kernels.items()}, hardware
+        ),
         "repeat_on_another_machine": repeat_difference(everything),
         "kernels": kernels,
     }
@@ -223,6 +229,7 @@ def table(manifest: dict[str, Any]) -> str:
     again = manifest["repeat_on_another_machine"]
     lines += [
         f"A second measurement on another machine differs by {again['mape']:.1%} (p90 {again['p90']:.1%}, n = {again['n']}).",
+        f"Of the held-out models' measurements, {models['coverage']:.1%} lie inside their 90% intervals.",
         _choice_line("GEMM choice, held-out shapes", manifest["choice_regret"]),
         _choice_line("GEMM choice, held-out models", models["gemm_choice"]),
     ]

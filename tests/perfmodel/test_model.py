@@ -116,6 +116,7 @@ def test_intervals_cover_held_out_models(model, timings):
     zoo = timings[timings["sweep"] == "zoo"].reset_index(drop=True)
     predicted = model.predict(zoo)
     inside = (zoo["p50_us"] >= predicted["low_us"]) & (zoo["p50_us"] <= predicted["high_us"])
+    assert inside.mean() == pytest.approx(model.manifest["held_out_models"]["coverage"], abs=1e-3)
     assert 0.84 <= inside.mean() <= 0.97
 
 
