@@ -16,9 +16,13 @@ def write_bytes_atomic(path: Path, payload: bytes) -> None:
         UserError: the folder cannot be written to.
     """
     path = Path(path)
+    if path.is_dir():
+        raise UserError(f"cannot write {path}: it is a folder; name a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"cannot write {path}: a file stands where a folder of that path should be; choose another") from None
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; choose a folder that you may write to") from None
     try:

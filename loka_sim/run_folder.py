@@ -126,11 +126,13 @@ def _is_run(path: Path) -> bool:
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         return manifest["kind"] == KIND and {entry.name for entry in path.iterdir()} <= {MANIFEST, *manifest["files"]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return UserError(f"cannot write --out {path}: a file stands where a folder of that path should be; choose another")
     return UserError(f"cannot write --out {path}: {error.strerror}; choose a folder that you may write to")
 
 

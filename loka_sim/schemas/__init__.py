@@ -46,7 +46,9 @@ def read_document(path: Path, name: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise DataError(f"{path} is not there; {mend}") from None
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from None
+        raise DataError(f"cannot read {path}: {error.strerror}; {mend}") from None
+    except RecursionError:
+        raise DataError(f"{path} is no {what}, but nested too deeply to be read; {mend}") from None
     except ValueError as error:
         raise DataError(f"{path} is truncated or no JSON ({error}); {mend}") from None
     kind = schema(name)["properties"]["kind"]["const"]

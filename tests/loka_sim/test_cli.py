@@ -170,6 +170,26 @@ def test_a_full_disk_is_one_line():
     assert done.returncode == 2 and done.stderr.startswith("loka-sim: cannot write the output") and done.stderr.count("\n") == 1
 
 
+def test_documents_that_are_no_documents(capsys, tmp_path):
+    """Bottomless, a folder, below a file: exit code 3 for what is read, 2 for where to write; one line each."""
+    deep, folder, file = tmp_path / "deep", tmp_path / "folder", tmp_path / "file"
+    deep.mkdir()
+    (folder / "dispatch_table.json").mkdir(parents=True)
+    file.write_text("")
+    for name in ("dispatch_table.json", "manifest.json"):
+        (deep / name).write_text("[" * 100_000)
+    for argv, code, said in (
+        (("export", deep), 3, "nested too deeply"),
+        (("export", folder), 3, "Is a directory; write it again with"),
+        (("whatif", "dlrm-small", "--out", deep), 2, "holds other files"),
+        (("whatif", "dlrm-small", "--out", file / "run"), 2, "a file stands where a folder"),
+        (("capture", "dlrm-small", "--out", file / "spec.yaml"), 2, "a file stands where a folder"),
+        (("capture", "dlrm-small", "--out", folder), 2, "it is a folder; name a file"),
+    ):
+        got, out, err = run(capsys, *argv)
+        assert (got, out, err.count("\n")) == (code, "", 1) and said in err
+
+
 def test_a_closed_output_is_no_bug():
     done = subprocess.run(
         ["sh", "-c", '"$0" -m loka_sim models >&-', sys.executable], stderr=subprocess.PIPE, text=True, timeout=120
