@@ -261,7 +261,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"{path} is missing; {mend}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read ({error}); {mend}") from None
     if not isinstance(manifest, dict):
         raise DataError(f"{path} is no manifest of statistics; {mend}")

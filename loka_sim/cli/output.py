@@ -49,16 +49,16 @@ def render_json(value: Any, indent: str = "") -> str:
     return json.dumps(value, allow_nan=False)
 
 
-def table(rows: Sequence[Sequence[str]], align: str, indent: int = 2, gap: int = 2) -> list[str]:
-    """Columns of text as lines.
+def table(rows: Sequence[Sequence[str]], align: str, indent: int = 2) -> list[str]:
+    """Columns of text as lines: two spaces between columns, one where they would be wider than `WIDTH` otherwise.
 
     Args:
         rows: Cells; the first row is usually the head.
         align: `l` or `r` per column.
         indent: Spaces before each line.
-        gap: Spaces between columns.
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(align))]
+    gap = 2 if indent + sum(widths) + 2 * (len(widths) - 1) <= WIDTH else 1
     lines = []
     for row in rows:
         cells = (c.ljust(w) if a == "l" else c.rjust(w) for c, w, a in zip(row, widths, align, strict=True))

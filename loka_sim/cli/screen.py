@@ -33,7 +33,7 @@ def first_screen(document: dict[str, Any], style: Style, out: Path | None = None
     """
     verdict = document["verdict"]
     lines = [
-        style(_subject(document), "dim"),
+        *(style(line, "dim") for line in wrap(_subject(document), "", "  ")),
         "",
         style(verdict["text"], "bold", "green" if verdict["pays"] else "yellow"),
         "",
@@ -113,7 +113,7 @@ def _sites(document: dict[str, Any], style: Style) -> list[str]:
         rows.append(
             (shorten(common_name([site["name"] for site in group]), 31), str(len(group)), *kernels, *figures, f"{worst:.3f}")
         )
-    head, *body = table(rows, "lrlllrrrr", gap=2)
+    head, *body = table(rows, "lrlllrrrr")
     rest = ranked[_TOP:]
     number, gain = sum(map(len, rest)), sum(_sum(group, "gain_us") for group in rest)
     more = [style(f"  and {number} more, {figure(gain)} us together", "dim")] if rest else []

@@ -49,7 +49,7 @@ def _steps(document: dict[str, Any], style: Style) -> list[str]:
             "" if is_bf16 else f"{step['speedup_a']:.2f}x", "" if is_bf16 else f"{step['speedup_b']:.2f}x",
             f"{step['per_sample_ratio']:.2f}x",
         ))  # fmt: skip
-    head, *body = table(rows, "lrrrrrrr", gap=1)
+    head, *body = table(rows, "lrrrrrrr")
     body[-1] = style(body[-1], "bold")
     return [style(head, "dim"), *body]
 
@@ -82,7 +82,7 @@ def _changes(document: dict[str, Any], style: Style) -> list[str]:
         for names, a, b in _moves(group[0]["passes"]):
             rows.append((*first, names, kernel_word(a), kernel_word(b), *worth))
             first, worth = ("", ""), ("", "")
-    head, *body = table(rows, "lrlllrr", gap=1)
+    head, *body = table(rows, "lrlllrr")
     rest = sum(len(group) for group in ranked[_TOP:])
     more = [style(f"  and {rest} more sites (--json lists them)", "dim")] if rest else []
     unknown = sum(change["worth_us"] is None for change in changes)

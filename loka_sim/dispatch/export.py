@@ -15,11 +15,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from loka_sim.dispatch.table import load
+from loka_sim.dispatch.table import check, load
 from loka_sim.dispatch.torchao_plan import DTYPES, OPERANDS, Choice, Plan, plan
-from loka_sim.errors import DataError, UserError
+from loka_sim.errors import UserError
 from loka_sim.modelspec import PASSES
-from loka_sim.schemas import problem
 
 TARGETS = ("torchao",)
 
@@ -67,10 +66,7 @@ def export_with_notes(table: dict[str, Any] | Path | str, target: str = "torchao
     """
     if target not in TARGETS:
         raise UserError(f"unknown export target {target!r}: choose one of {', '.join(TARGETS)}")
-    if not isinstance(table, dict):
-        table = load(table)
-    elif found := problem(table, "dispatch_table"):
-        raise DataError(f"this is no dispatch table: {found}; make one with `loka-sim whatif MODEL --out DIR`")
+    table = check(table) if isinstance(table, dict) else load(table)
     planned = plan(table)
     notes = tuple(planned.notes())
     return Export(_module(table, planned, notes), notes, sum(map(len, planned.groups.values())))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from loka_sim.schemas import read_document
+from loka_sim.errors import DataError
+from loka_sim.schemas import problem, read_document
+from perfmodel.kernels import KERNELS
 
 SCHEMA_VERSION = 1
 KIND = "loka-sim/dispatch_table"
@@ -66,4 +68,27 @@ def load(path: str | Path) -> dict[str, Any]:
         DataError: it is not there, truncated, of another kind or schema version, or breaks the schema.
     """
     path = Path(path)
-    return read_document(path / FILE_NAME if path.is_dir() else path, "dispatch_table")
+    document = read_document(path / FILE_NAME if path.is_dir() else path, "dispatch_table")
+    return check(document)
+
+
+def check(document: dict[str, Any]) -> dict[str, Any]:
+    """A dispatch table, unchanged, whose schema holds and whose kernels are known and are what it says of them.
+
+    Raises:
+        DataError: otherwise; names the field.
+    """
+    mend = "make the table again with `loka-sim whatif MODEL --out DIR`"
+    if found := problem(document, "dispatch_table"):
+        raise DataError(f"this is no dispatch table: {found}; {mend}")
+    for site in document["sites"]:
+        for name, decided in site["passes"].items():
+            spec = KERNELS.get(decided["kernel"])
+            if spec is None:
+                raise DataError(f"site {site['name']}: {name}.kernel {decided['kernel']!r} is not known; {mend}")
+            for field in ("recipe_a", "recipe_b", "accumulation"):
+                # Formats may differ from the kernel's usual ones (e5m2 gradients, say); scaling and accumulation may not.
+                wanted, given = (str(value).rpartition("/")[2] for value in (getattr(spec, field), decided[field]))
+                if wanted != given:
+                    raise DataError(f"site {site['name']}: {name}.{field} is {given}, but {spec.name} is {wanted}; {mend}")
+    return document

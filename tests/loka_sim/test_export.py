@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+import loka_sim
 from loka_sim.capture import capture
 from loka_sim.dispatch.export import export, export_with_notes
+from loka_sim.dispatch.table import from_whatif
 from loka_sim.errors import DataError, UserError
 from loka_sim.zoo import build, example_inputs
 from perfmodel.kernels import KERNELS
@@ -481,3 +483,20 @@ def test_bad_tables_are_refused_in_one_line(tmp_path):
     with pytest.raises(DataError, match=r"sites\[1\].passes.output.*kernel") as caught:
         export(table)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("kernel", "torch/fp8_frobwise_fast", "'torch/fp8_frobwise_fast' is not known"),
+        ("recipe_a", "e4m3/columnwise", "recipe_a is columnwise, but torch/fp8_"),
+        ("accumulation", "exact", "accumulation is exact, but torch/fp8_"),
+    ],
+)
+def test_a_table_whose_kernel_is_not_what_it_says_is_refused(field, value, message):
+    table = from_whatif(loka_sim.whatif("wukong", batch=8192).to_dict())
+    assert export(table)
+    chosen = next(p for site in table["sites"] for p in site["passes"].values() if p["status"] == "fast")
+    chosen[field] = value
+    with pytest.raises(DataError, match=message):
+        export(table)
