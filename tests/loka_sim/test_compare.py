@@ -90,7 +90,7 @@ def test_sites_of_one_side_alone_are_listed(answers, made_up, made_up_model, tmp
 def test_screen(comparison):
     screen = compare_screen(comparison.to_dict(), Style(False))
     assert max(map(len, screen.splitlines())) <= 100
-    assert "batch" in screen and "256" in screen and "8,192" in screen and "A/B per sample" in screen
+    assert "batch" in screen and "256" in screen and "8,192" in screen and "B us/sample" in screen
 
 
 def test_command_line(comparison, capsys):
