@@ -1,0 +1,258 @@
+"""Quantization on a GPU by Triton kernels, equal to the last bit to `numerics.quantization` in torch.
+
+Importing this module needs triton. With TRITON_INTERPRET=1 the kernels run on CPU tensors, which is how they are tested
+without a GPU. `quantize_dual` in `numerics.gpu_dual` writes both layouts at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from numerics import gpu_kernels as kernels
+from numerics.recipe import Recipe
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Magnitude bits, and whether pairs have exponents of their own.
+_SHARED = {"mx9": (7, True), "mx6": (4, True), "mx4": (2, True), "msfp12": (3, False), "msfp16": (7, False)}
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+# Values of one program: 32 a thread keeps enough loads in flight.
+_BLOCK = 8192
+# A row up to this long is held in registers between its amax and its cast.
+_LONGEST_ROW = 16384
+# Programs of the two-pass kernels; as many partial maxima are reduced by every program of the second pass.
+_PROGRAMS = 1024
+_CHUNKS = 32
+
+
+def supports(x: torch.Tensor, recipe: Recipe) -> bool:
+    """Whether `quantize_into` takes this matrix under this recipe; what it does not, torch computes (or refuses)."""
+    if not _runs_on(x.device) or x.dtype not in _DTYPES or x.ndim != 2 or x.numel() == 0:
+        return False
+    if recipe.format in _SHARED:
+        return x.shape[1] % 16 == 0 and recipe.rounding == "nearest_even" and recipe.overflow == "saturate"
+    fmt = recipe.element
+    if recipe.rounding == "stochastic" or (fmt.bits > 8 and recipe.scaling != "none"):
+        return False
+    if recipe.overflow == "nonfinite" and not fmt.infinity and fmt.nan_code is None:
+        return False
+    return all(not size or extent % size == 0 for extent, size in zip(x.shape, recipe.block or (), strict=False))
+
+
+def quantize_into(
+    x: torch.Tensor,
+    recipe: Recipe,
+    amax: torch.Tensor | None,
+    scales: torch.Tensor,
+    codes: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
+    *,
+    check: bool = True,
+) -> bool:
+    """Quantize a matrix that `supports` accepts.
+
+    Args:
+        x: (rows, K) float32, bfloat16 or float16; rows may be strided, other strides cost a copy.
+        recipe: How.
+        amax: None for the matrix's own; else float32 of the scales' shape, finite and not negative. A
+            shared-exponent recipe (mx9, mx6, mx4, msfp) takes none.
+        scales: Written: float32, of the shape that `numerics.QuantizedTensor` says.
+        codes: Written: (rows, K) uint8; int16 for shared exponents; int32 for formats over 8 bits.
+        values: Written: (rows, K) float32, what the codes stand for.
+        check: Look at the result of the check for NaN and infinities, which waits for the GPU. Without it nothing
+            waits and nothing is allocated that a CUDA graph could not hold.
+
+    Returns:
+        Whether all of x is finite; True without a look when `check` is False. When not, what was written means nothing.
+
+    Raises:
+        ValueError: an amax was given to a shared-exponent recipe.
+    """
+    if amax is not None and recipe.format in _SHARED:
+        raise ValueError(f"{recipe.name} takes its exponents from the tensor, not from a given amax")
+    if recipe.scaling in ("none", "tensorwise", "block1x128", "mx32", "bdr16") or x.stride(1) != 1:
+        x = x.contiguous()
+    dense = {
+        name: tensor
+        if tensor is None or tensor.is_contiguous()
+        else torch.empty(tensor.shape, dtype=tensor.dtype, device=x.device)
+        for name, tensor in (("scales", scales), ("codes", codes), ("values", values))
+    }
+    flag = torch.zeros((), dtype=torch.int32, device=x.device) if check else None
+    with on(x.device):
+        _launch(x, recipe, None if amax is None else amax.contiguous(), flag=flag, **dense)
+    for tensor, written in zip((scales, codes, values), dense.values(), strict=True):
+        if tensor is not None and written is not None and written is not tensor:
+            tensor.copy_(written)
+    return flag is None or not int(flag)
+
+
+def _launch(x: torch.Tensor, recipe: Recipe, amax: Any, scales: Any, codes: Any, values: Any, flag: Any) -> None:
+    rows, columns = x.shape
+    size = x.numel()
+    if recipe.format in _SHARED:
+        bits, pairs = _SHARED[recipe.format]
+        groups = size // 16
+        height = min(_BLOCK // 2 // 16, triton.next_power_of_2(groups))
+        run(
+            kernels.shared_kernel, (triton.cdiv(groups, height),), height * 16, x, scales, codes, values, flag, groups,
+            MAGNITUDE_BITS=bits, PAIRS=pairs, ROWS=height, EVEN=groups % height == 0,
+        )  # fmt: skip
+        return
+    constants = constants_of(recipe, amax is not None, converts(x.device))
+    outputs = scales, codes, values, flag
+    if recipe.scaling in ("none", "tensorwise"):
+        partials = 0
+        block, programs = flat_grid(size)
+        if recipe.scaling == "tensorwise" and amax is None:
+            amax = tensor_amax(x)
+            partials = triton.next_power_of_2(programs)
+        run(
+            kernels.flat_kernel, (programs,), block, x, amax, *outputs, size, programs,
+            PARTIALS=partials, BLOCK=block, EVEN=size % block == 0, C=constants,
+        )  # fmt: skip
+    elif recipe.scaling == "columnwise":
+        width = min(128, triton.next_power_of_2(columns))
+        height = max(_BLOCK // 2 // width, 1)
+        chunk = height * triton.cdiv(triton.cdiv(rows, height), _CHUNKS)
+        grid = (triton.cdiv(columns, width), triton.cdiv(rows, chunk))
+        shape = (rows, columns, x.stride(0), chunk)
+        partials = 0
+        if amax is None:
+            amax = torch.empty(grid[1] * columns, dtype=torch.int32, device=x.device)
+            partials = triton.next_power_of_2(grid[1])
+            run(kernels.column_amax_kernel, grid, height * width, x, amax, *shape, ROWS=height, WIDTH=width)
+        run(
+            kernels.column_kernel, grid, height * width, x, amax, *outputs, *shape, grid[1],
+            PARTIALS=partials, ROWS=height, WIDTH=width, C=constants,
+        )  # fmt: skip
+    elif recipe.scaling == "block128x128":
+        run(
+            kernels.tile_kernel, (columns // 128, rows // 128), 128 * 128, x, amax, *outputs, columns, x.stride(0),
+            TILE=128, C=constants,
+        )  # fmt: skip
+    elif recipe.scaling == "rowwise" and columns > _LONGEST_ROW:
+        run(
+            kernels.long_row_kernel, (rows,), _BLOCK, x, amax, *outputs, columns, x.stride(0),
+            WIDTH=_BLOCK, C=constants,
+        )  # fmt: skip
+    else:
+        length, stride = (columns, x.stride(0)) if recipe.scaling == "rowwise" else (_group(recipe), _group(recipe))
+        groups = size // length
+        width = triton.next_power_of_2(length)
+        height = min(max(_BLOCK // width, 1), triton.next_power_of_2(groups))
+        run(
+            kernels.group_kernel, (triton.cdiv(groups, height),), height * width, x, amax, *outputs, groups, length, stride,
+            ROWS=height, WIDTH=width, EVEN=width == length and groups % height == 0, C=constants,
+        )  # fmt: skip
+
+
+def run(kernel: Any, grid: tuple[int, ...], elements: int, *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel whose program handles this many elements, 32 by a thread."""
+    warps = triton.next_power_of_2(max(1, min(16, elements // 1024)))
+    # Products and sums are never contracted unless the kernel says so.
+    kernel[grid](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+
+
+def flat_grid(size: int) -> tuple[int, int]:
+    """Elements of one block, and programs, of a pass over a flat tensor."""
+    block = min(_BLOCK, triton.next_power_of_2(size))
+    return block, min(triton.cdiv(size, block), _PROGRAMS)
+
+
+def tensor_amax(x: torch.Tensor) -> torch.Tensor:
+    """Partial maxima of |x| as bits of float32, one of each program of `flat_grid`; x is contiguous."""
+    block, programs = flat_grid(x.numel())
+    partials = torch.empty(programs, dtype=torch.int32, device=x.device)
+    run(kernels.amax_kernel, (programs,), block, x, partials, x.numel(), BLOCK=block, EVEN=x.numel() % block == 0)
+    return partials
+
+
+def _group(recipe: Recipe) -> int:
+    assert recipe.block is not None
+    return recipe.block[1]
+
+
+@functools.cache
+def constants_of(recipe: Recipe, given: bool, hardware: bool) -> kernels.Constants:
+    """What the kernels are compiled for.
+
+    Args:
+        recipe: With an element format.
+        given: The amax is given: values may be beyond it.
+        hardware: The device has instructions that convert to e4m3 and e5m2.
+    """
+    fmt = recipe.element
+    shift = 23 - fmt.fraction_bits
+    step = 2.0 ** (fmt.max_exponent - fmt.fraction_bits)
+    truncate = recipe.rounding == "toward_zero"
+    wide = fmt.min_exponent == -126
+    top = int(fmt.max / step)
+    limit = _FLOAT32_MAX
+    if not truncate and not wide:
+        # The tie above the greatest value goes to it where its significand is even.
+        tie = np.float32(fmt.max + step / 2)
+        limit = float(tie if top % 2 == 0 else np.nextafter(tie, np.float32(0)))
+    nonfinite = recipe.overflow == "nonfinite"
+    bounded = recipe.scaling != "none" and not recipe.is_power_of_two and not given
+    max_code = ((fmt.max_exponent - fmt.min_exponent) << fmt.fraction_bits) + top
+    less, add = 127 + fmt.max_exponent, 0
+    if recipe.scale_rounding == "nearest_even":
+        add = 1 << (shift - 1)
+    elif recipe.scale_rounding == "ceil":
+        less, add = 0, 0x7FFFFF - int(np.float32(fmt.max).view(np.int32))
+    return kernels.Constants(
+        integer=fmt.twos_complement,
+        wide=wide,
+        e4m3=hardware and fmt.name == "e4m3" and not truncate,
+        e5m2=hardware and fmt.name == "e5m2" and not truncate,
+        truncate=truncate,
+        bounded=bounded,
+        nonfinite=nonfinite,
+        infinite=fmt.infinity,
+        negative_zero=fmt.negative_zero,
+        max=fmt.max,
+        twice_max=min(2 * fmt.max, _FLOAT32_MAX),
+        limit=limit,
+        max_code=max_code,
+        top_code=max_code + 1,
+        min_bits=(fmt.min_exponent + 127) << 23,
+        magic=(shift << 23) + 0x400000 - ((fmt.min_exponent + 127) << fmt.fraction_bits),
+        shift=shift,
+        half_less=(1 << shift >> 1) - 1,
+        step=fmt.fraction_bits << 23,
+        code_mask=(1 << (fmt.bits - 1)) - 1,
+        full_mask=(1 << fmt.bits) - 1,
+        sign_mask=1 << (fmt.bits - 1),
+        sign_shift=32 - fmt.bits,
+        nan_code=fmt.nan_code or 0,
+        special_bits=0x7F800000 if fmt.infinity else 0x7FC00000,
+        scaled=recipe.scaling != "none",
+        power=recipe.is_power_of_two,
+        scale_add=add,
+        scale_less=less,
+        exact=truncate and nonfinite and not bounded,
+    )
+
+
+def on(device: torch.device) -> Any:
+    """The context in which a kernel is launched on the device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@functools.cache
+def converts(device: torch.device) -> bool:
+    """Whether the device has instructions that convert to e4m3 and e5m2."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@functools.cache
+def _runs_on(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and triton.knobs.runtime.interpret
