@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from numerics.accumulate import bf16_matmul as bf16_matmul
     from numerics.accumulate import fp8_matmul as fp8_matmul
     from numerics.collect import StatisticsAccumulator as StatisticsAccumulator
     from numerics.distributions import TensorStatistics as TensorStatistics
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from numerics.quantization import quantize as quantize
     from numerics.recipe import Recipe as Recipe
     from numerics.rounding import cast as cast
+    from numerics.tensor_core import estimated_split_k as estimated_split_k
 
 _HOMES = {
     "FORMATS": "formats",
@@ -39,7 +41,9 @@ _HOMES = {
     "SignalAccumulator": "gradient",
     "StatisticsAccumulator": "collect",
     "TensorStatistics": "distributions",
+    "bf16_matmul": "accumulate",
     "cast": "rounding",
+    "estimated_split_k": "tensor_core",
     "fake_quantize": "quantization",
     "fp8_matmul": "accumulate",
     "gaussian": "distributions",

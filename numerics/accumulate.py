@@ -1,20 +1,17 @@
-"""What a tensor core makes of quantized operands: FP8 matrix products with Hopper's accumulation.
+"""What a tensor core makes of quantized operands: matrix products with Hopper's accumulation, bit for bit.
 
-The arithmetic (see `numerics.reference` for it step by step): groups of 32 products along K, exact; products and
-accumulator aligned to the largest exponent among them and cut toward zero 13 fraction bits below; the sum
-cut to 13 fraction bits. `hopper_fast` chains that over all of K. `hopper_split` adds the chain to an FP32 sum every
-128 of K. Checked bit for bit on an H200 for tensorwise and rowwise `torch._scaled_mm`, except where cuBLAS splits K
-(few outputs, long K, fast). Blockwise promotion follows the same sum with the blocks' scales; that order is not checked.
+The arithmetic is that of `numerics.tensor_core`; what of it has been compared with which kernel is in `numerics.fidelity`.
+Scales are applied in FP32 as the kernels do: one for each operand as their product; rows' scales one after the other, b's
+first; block scales where a block of 128 ends, with a fused multiply-add into the FP32 sum.
 """
 
 from __future__ import annotations
 
 import torch
 
-from numerics.errors import ACCUMULATIONS
 from numerics.formats import FORMATS, Format
-from numerics.reference import FRACTION_BITS, GROUP, PROMOTION
 from numerics.rounding import decode, exponent_of, power_of_two
+from numerics.tensor_core import ACCUMULATIONS, LEAST_EXPONENT, TENSOR_CORES, TensorCore, split_parts
 
 FLOAT8 = {
     torch.float8_e4m3fn: "e4m3",
@@ -22,11 +19,11 @@ FLOAT8 = {
     torch.float8_e4m3fnuz: "e4m3fnuz",
     torch.float8_e5m2fnuz: "e5m2fnuz",
 }
-_HOPPER_FORMATS = ("e4m3", "e5m2")
+_BLOCK = 128  # elements of K under one block scale
 # Outputs worked on at once: small enough for a core's cache, large enough for a GPU.
 _TILE = {"cpu": 64, "cuda": 1024}
 # The exponent of a product that is zero: below every other, so that it never sets the unit.
-_NO_EXPONENT = -512
+_NO_EXPONENT = -2000
 
 
 def fp8_matmul(
@@ -39,52 +36,54 @@ def fp8_matmul(
     out_dtype: torch.dtype = torch.float32,
     format_a: str | None = None,
     format_b: str | None = None,
+    split_k: int = 1,
 ) -> torch.Tensor:
     """Multiply a (M, K) by b (N, K) transposed, as the hardware does.
 
     Args:
         a: float8 tensor, or uint8 codes with `format_a`.
         b: float8 tensor, or uint8 codes with `format_b`; on the device of `a`.
-        accumulation: `hopper_fast`, `hopper_split`; `fp32` is torch's own float32 product (order not defined);
-            `exact` is float64, rounded once to float32.
+        accumulation: `hopper_fast`, `hopper_split` or `hopper_mma` (`numerics.tensor_core`); `fp32` is torch's own float32
+            product (order not defined); `exact` is float64, rounded once to float32.
         scale_a: None, one value, M values, or (M, K / 128) for blocks 1 x 128. Multiplied in FP32.
         scale_b: None, one value, N values, (N, K / 128), or (N / 128, K / 128). Block scales need them on both sides.
         out_dtype: The FP32 result is rounded to nearest even into this type.
         format_a: Name in `FORMATS`, when `a` holds codes.
         format_b: The same for `b`.
+        split_k: Parts that the kernel splits K into (whole blocks of 128, as even as they go), summed in FP32 from the
+            first to the last; `numerics.estimated_split_k` says how many cuBLAS takes tensorwise.
 
     Returns:
-        (M, N) of `out_dtype`. NaN and infinities give what IEEE arithmetic gives (not checked on hardware).
+        (M, N) of `out_dtype`. NaN and infinities give what IEEE arithmetic gives, as on the hardware.
 
     Raises:
         TypeError: an operand is neither float8 nor codes with a format.
         ValueError: shapes or scales do not fit, or the accumulation is unknown or not defined for the formats.
     """
-    if accumulation not in ACCUMULATIONS:
-        raise ValueError(f"unknown accumulation {accumulation!r}; choose one of {', '.join(ACCUMULATIONS)}")
+    core = _core(accumulation)
     values_a, fmt_a = _operand(a, format_a, "a")
     values_b, fmt_b = _operand(b, format_b, "b")
-    if values_a.shape[1] != values_b.shape[1]:
-        raise ValueError(f"a is {tuple(a.shape)} and b is {tuple(b.shape)}; both are contracted over their last axis")
+    _same_depth(values_a, values_b)
     m, n, k = values_a.shape[0], values_b.shape[0], values_a.shape[1]
-    left = _scale(scale_a, m, k, "scale_a", values_a.device)
-    right = _scale(scale_b, n, k, "scale_b", values_a.device)
+    left, _ = _scale(scale_a, m, k, "scale_a", values_a.device)
+    right, spread = _scale(scale_b, n, k, "scale_b", values_a.device)
     blocked = left.ndim == 2 or right.ndim == 2
     if blocked and (left.ndim != 2 or right.ndim != 2):
         raise ValueError("block scales are needed on both operands or on none")
-    if accumulation in ("fp32", "exact"):
+    if core is None:
         wide = torch.float64 if accumulation == "exact" else torch.float32
         if blocked:
-            spread = (values_a * left.repeat_interleave(PROMOTION, 1)), (values_b * right.repeat_interleave(PROMOTION, 1))
-            return (spread[0].to(wide) @ spread[1].to(wide).T).to(torch.float32).to(out_dtype)
+            scaled = (values_a * left.repeat_interleave(_BLOCK, 1)), (values_b * right.repeat_interleave(_BLOCK, 1))
+            return (scaled[0].to(wide) @ scaled[1].to(wide).T).to(torch.float32).to(out_dtype)
         product = (values_a.to(wide) @ values_b.to(wide).T).to(torch.float32)
     else:
         for fmt in (fmt_a, fmt_b):
-            if fmt.name not in _HOPPER_FORMATS:
-                raise ValueError(f"{accumulation} is defined for {' and '.join(_HOPPER_FORMATS)}, not for {fmt.name}")
-        if blocked and accumulation == "hopper_fast":
+            if fmt.name not in core.formats:
+                raise ValueError(f"{accumulation} is defined for {' and '.join(core.formats)}, not for {fmt.name}")
+        if blocked and core.promotion != _BLOCK:
             raise ValueError("block scales are applied where the chain ends; use accumulation='hopper_split'")
-        product = _hopper(values_a, values_b, fmt_a, fmt_b, accumulation, (left, right) if blocked else None)
+        scales = (left, right, spread) if blocked else None
+        product = _product(values_a, values_b, fmt_a, fmt_b, core, split_k, scales)
     if not blocked:
         if left.numel() == 1 and right.numel() == 1:
             product = product * (left * right)
@@ -93,10 +92,58 @@ def fp8_matmul(
     return product.to(out_dtype)
 
 
-def _operand(x: torch.Tensor, fmt: str | None, name: str) -> tuple[torch.Tensor, Format]:
-    """float32 values and their format."""
+def bf16_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    accumulation: str = "hopper_bf16",
+    out_dtype: torch.dtype = torch.float32,
+    split_k: int = 1,
+) -> torch.Tensor:
+    """Multiply bfloat16 a (M, K) by b (N, K) transposed, as the hardware does; arguments as of `fp8_matmul`.
+
+    cuBLAS splits K in whole blocks of 64 here. Slower than `fp8_matmul`: its sums need float64.
+
+    Raises:
+        TypeError: an operand is not bfloat16.
+        ValueError: shapes do not fit, or the accumulation is not one of `hopper_bf16`, `fp32`, `exact`.
+    """
+    core = _core(accumulation)
+    for name, x in (("a", a), ("b", b)):
+        if x.dtype != torch.bfloat16:
+            raise TypeError(f"{name} must be bfloat16, got {x.dtype}")
+        _matrix(x, name)
+    _same_depth(a, b)
+    if core is None:
+        wide = torch.float64 if accumulation == "exact" else torch.float32
+        return (a.to(wide) @ b.to(wide).T).to(torch.float32).to(out_dtype)
+    fmt = FORMATS["bf16"]
+    if fmt.name not in core.formats:
+        raise ValueError(f"{accumulation} is defined for {' and '.join(core.formats)}, not for bf16")
+    return _product(a.to(torch.float32), b.to(torch.float32), fmt, fmt, core, split_k, None).to(out_dtype)
+
+
+def _core(accumulation: str) -> TensorCore | None:
+    if accumulation not in ACCUMULATIONS:
+        raise ValueError(f"unknown accumulation {accumulation!r}; choose one of {', '.join(ACCUMULATIONS)}")
+    return TENSOR_CORES.get(accumulation)
+
+
+def _same_depth(a: torch.Tensor, b: torch.Tensor) -> None:
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"a is {tuple(a.shape)} and b is {tuple(b.shape)}; both are contracted over their last axis")
+    if a.device != b.device:
+        raise ValueError(f"a is on {a.device} and b on {b.device}; put both on one device")
+
+
+def _matrix(x: torch.Tensor, name: str) -> None:
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"{name} must be a matrix with at least one element, got shape {tuple(x.shape)}")
+
+
+def _operand(x: torch.Tensor, fmt: str | None, name: str) -> tuple[torch.Tensor, Format]:
+    """float32 values and their format."""
+    _matrix(x, name)
     if x.dtype in FLOAT8:
         return x.to(torch.float32), FORMATS[FLOAT8[x.dtype]]
     if x.dtype == torch.uint8 and fmt in FORMATS:
@@ -104,88 +151,140 @@ def _operand(x: torch.Tensor, fmt: str | None, name: str) -> tuple[torch.Tensor,
     raise TypeError(f"{name} must be float8, or uint8 codes with format_{name} naming their format; got {x.dtype}, {fmt!r}")
 
 
-def _scale(scale: torch.Tensor | float | None, rows: int, k: int, name: str, device: torch.device) -> torch.Tensor:
-    """A scale as () for one, (rows,) for rowwise, (rows, K / 128) for blocks; float32."""
+def _scale(scale: torch.Tensor | float | None, rows: int, k: int, name: str, device: torch.device) -> tuple[torch.Tensor, bool]:
+    """A scale as () for one, (rows,) for rowwise, (rows, K / 128) for blocks, float32; and whether 128 rows share one."""
     value = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32, device=device)
     if value.numel() == 1:
-        return value.reshape(())
+        return value.reshape(()), False
     if value.shape in ((rows,), (rows, 1)):
-        return value.reshape(rows)
-    blocks = k // PROMOTION
-    if k % PROMOTION == 0 and value.shape == (rows, blocks):
-        return value
-    if k % PROMOTION == 0 and rows % PROMOTION == 0 and value.shape == (rows // PROMOTION, blocks):
-        return value.repeat_interleave(PROMOTION, 0)
+        return value.reshape(rows), False
+    blocks = k // _BLOCK
+    if k % _BLOCK == 0 and value.shape == (rows, blocks):
+        return value, False
+    if k % _BLOCK == 0 and rows % _BLOCK == 0 and value.shape == (rows // _BLOCK, blocks):
+        return value.repeat_interleave(_BLOCK, 0), True
     raise ValueError(f"{name} has shape {tuple(value.shape)}; it must hold 1 value, {rows}, or blocks of 128 along K = {k}")
 
 
-def _hopper(
+def _product(
     a: torch.Tensor,
     b: torch.Tensor,
     fmt_a: Format,
     fmt_b: Format,
-    accumulation: str,
-    block_scales: tuple[torch.Tensor, torch.Tensor] | None,
+    core: TensorCore,
+    split_k: int,
+    scales: tuple[torch.Tensor, torch.Tensor, bool] | None,
 ) -> torch.Tensor:
-    finite = bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all())
-    if not finite:
+    """Parts of K one after the other, in FP32."""
+    parts = split_parts(a.shape[1], split_k, core.split_block)
+    if not (bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all())):
         plain = a.to(torch.float64) @ b.to(torch.float64).T
         clean = [torch.where(torch.isfinite(x), x, torch.zeros_like(x)) for x in (a, b)]
-        emulated = _hopper(clean[0], clean[1], fmt_a, fmt_b, accumulation, block_scales)
+        emulated = _product(clean[0], clean[1], fmt_a, fmt_b, core, split_k, scales)
         return torch.where(torch.isfinite(plain), emulated, plain.to(torch.float32))
-    pad = -a.shape[1] % GROUP
+    total: torch.Tensor | None = None
+    for part in parts:
+        blocks = slice(part.start // _BLOCK, -(-part.stop // _BLOCK))
+        some = None if scales is None else (scales[0][:, blocks], scales[1][:, blocks], scales[2])
+        summed = _part(a[:, part], b[:, part], fmt_a, fmt_b, core, some)
+        total = summed if total is None else total + summed
+    assert total is not None
+    return total
+
+
+def _part(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    fmt_a: Format,
+    fmt_b: Format,
+    core: TensorCore,
+    scales: tuple[torch.Tensor, torch.Tensor, bool] | None,
+) -> torch.Tensor:
+    pad = -a.shape[1] % len(core.order or range(core.group))
     a, b = (torch.nn.functional.pad(x, (0, pad)) for x in (a, b))
-    left, right = _planes(a, fmt_a), _planes(b, fmt_b)
+    if core.order is not None:
+        order = torch.tensor(core.order, device=a.device)
+        a, b = (x.reshape(len(x), -1, len(core.order))[:, :, order].reshape(x.shape) for x in (a, b))
+    left, right = _planes(a, fmt_a, core), _planes(b, fmt_b, core)
     tile = _TILE["cuda" if a.is_cuda else "cpu"]
     out = torch.empty(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
     for row in range(0, a.shape[0], tile):
         rows = slice(row, min(row + tile, a.shape[0]))
         for column in range(0, b.shape[0], tile):
             columns = slice(column, min(column + tile, b.shape[0]))
-            scales = None if block_scales is None else (block_scales[0][rows], block_scales[1][columns])
-            out[rows, columns] = _tile([p[:, rows] for p in left], [p[:, columns] for p in right], accumulation, scales)
+            some = None if scales is None else (scales[0][rows], scales[1][columns], scales[2])
+            out[rows, columns] = _tile([p[:, rows] for p in left], [p[:, columns] for p in right], core, some)
     return out
 
 
-def _planes(values: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """(K, rows) values and their exponents as float32: K outermost, so that a group is a stack of planes."""
+def _planes(values: torch.Tensor, fmt: Format, core: TensorCore) -> tuple[torch.Tensor, torch.Tensor]:
+    """(K, rows) values and their exponents in the type that sums are taken in: K outermost, so that a group is a stack."""
+    dtype = torch.float32 if core.fits_float32 else torch.float64
+    values = values.to(dtype)
     exponent = torch.clamp(exponent_of(values), min=fmt.min_exponent)
     exponent = torch.where(values == 0, torch.full_like(exponent, _NO_EXPONENT), exponent)
-    return values.T.contiguous(), exponent.to(torch.float32).T.contiguous()
+    return values.T.contiguous(), exponent.to(dtype).T.contiguous()
 
 
 def _tile(
-    left: list[torch.Tensor],
-    right: list[torch.Tensor],
-    accumulation: str,
-    scales: tuple[torch.Tensor, torch.Tensor] | None,
+    left: list[torch.Tensor], right: list[torch.Tensor], core: TensorCore, scales: tuple[torch.Tensor, torch.Tensor, bool] | None
 ) -> torch.Tensor:
-    """One tile of outputs. All numbers are whole multiples of the unit below 2**24, so float32 sums are exact."""
+    """One tile of outputs. Numbers are whole multiples of the unit, few enough that the type's sums are exact."""
     depth = left[0].shape[0]
     shape = (left[0].shape[1], right[0].shape[1])
-    accumulator = torch.zeros(shape, dtype=torch.float32, device=left[0].device)
-    total = torch.zeros_like(accumulator)
-    buffer = torch.empty((GROUP, *shape), dtype=torch.float32, device=left[0].device)
-    for start in range(0, depth, GROUP):
-        group = slice(start, start + GROUP)
+    dtype = left[0].dtype
+    # An all-zero step may take any unit; FP8 products never come near FP32's subnormals.
+    least = -100 if dtype == torch.float32 else LEAST_EXPONENT
+    accumulator = torch.zeros(shape, dtype=dtype, device=left[0].device)
+    total = torch.zeros(shape, dtype=torch.float32, device=left[0].device)
+    buffer = torch.empty((core.group, *shape), dtype=dtype, device=left[0].device)
+    for start in range(0, depth, core.group):
+        group = slice(start, start + core.group)
         torch.add(left[1][group, :, None], right[1][group, None, :], out=buffer)
         exponent = buffer.amax(0).to(torch.int32)
-        # A zero accumulator reports exponent -127, below every product's; an all-zero step may take any unit.
-        exponent = torch.clamp(torch.maximum(exponent, exponent_of(accumulator)), min=-100)
-        to_unit = power_of_two(FRACTION_BITS - exponent, torch.float32)
+        # A zero accumulator reports an exponent below every product's, a subnormal one the least normal exponent.
+        own = exponent_of(accumulator).to(torch.int32)
+        if dtype == torch.float64:
+            own = torch.where(accumulator == 0, own, torch.clamp(own, min=-126))
+        exponent = torch.clamp(torch.maximum(exponent, own), min=least)
+        to_unit = power_of_two(core.fraction_bits - exponent, dtype)
         torch.mul(left[0][group, :, None], right[0][group, None, :], out=buffer)
         sums = buffer.mul_(to_unit).trunc_().sum(0)
         sums += (accumulator * to_unit).trunc_()
-        accumulator = _cut(sums * power_of_two(exponent - FRACTION_BITS, torch.float32))
-        if accumulation == "hopper_split" and ((start + GROUP) % PROMOTION == 0 or start + GROUP >= depth):
-            if scales is not None:
-                block = start // PROMOTION
-                accumulator = accumulator * (scales[0][:, block, None] * scales[1][None, :, block])
-            total += accumulator
+        accumulator = _kept(sums * power_of_two(exponent - core.fraction_bits, dtype), core.kept_bits)
+        if core.promotion and ((start + core.group) % core.promotion == 0 or start + core.group >= depth):
+            total = _promoted(total, accumulator, start // _BLOCK, scales)
             accumulator = torch.zeros_like(accumulator)
-    return total if accumulation == "hopper_split" else accumulator
+    return total if core.promotion else accumulator.to(torch.float32)
 
 
-def _cut(x: torch.Tensor) -> torch.Tensor:
-    """Keep 13 fraction bits of normal float32 numbers, toward zero."""
-    return (x.view(torch.int32) & -(1 << (23 - FRACTION_BITS))).view(torch.float32)
+def _promoted(
+    total: torch.Tensor, chain: torch.Tensor, block: int, scales: tuple[torch.Tensor, torch.Tensor, bool] | None
+) -> torch.Tensor:
+    """The FP32 sum with a finished chain. With 128 x 128 blocks in b the two scales are multiplied first; else a's goes first."""
+    if scales is None:
+        return total + chain
+    left, right = scales[0][:, block, None], scales[1][None, :, block]
+    return _fused_multiply_add(chain, left * right, total) if scales[2] else _fused_multiply_add(chain * left, right, total)
+
+
+def _fused_multiply_add(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """Float32 x y + z, rounded once: first to odd in float64, from which a second rounding is right."""
+    product, z = x.to(torch.float64) * y.to(torch.float64), z.to(torch.float64)
+    total = product + z
+    # Two-sum: what the sum in float64 leaves over, exactly.
+    shadow = total - product
+    error = (product - (total - shadow)) + (z - shadow)
+    bits = total.view(torch.int64)
+    toward = torch.where(error > 0, torch.inf, -torch.inf)
+    odd = torch.where((error != 0) & (bits & 1 == 0), torch.nextafter(total, toward), total)
+    return odd.to(torch.float32)
+
+
+def _kept(x: torch.Tensor, fraction_bits: int) -> torch.Tensor:
+    """Keep so many fraction bits, toward zero; below the least normal float32, no more than its subnormals have."""
+    if x.dtype == torch.float32:
+        return (x.view(torch.int32) & -(1 << (23 - fraction_bits))).view(torch.float32)
+    step = torch.clamp(exponent_of(x), min=-126).to(torch.int64) - fraction_bits
+    kept = torch.trunc(x * power_of_two(-step, x.dtype)) * power_of_two(step, x.dtype)
+    return torch.where(kept.abs() < 2.0**128, kept, torch.copysign(torch.full_like(kept, torch.inf), kept))

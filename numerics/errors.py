@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from numerics.tensor_core import ACCUMULATIONS, TENSOR_CORES
+
 if TYPE_CHECKING:
     import torch
 
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
 # decide it. The floor is bf16's half step (2^-8) of the outputs' root mean square: what lies below it drowns in
 # the rounding of the outputs that it is added to.
 MERE_FLOOR = 2.0**-8
-ACCUMULATIONS = ("hopper_fast", "hopper_split", "fp32", "exact")
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,9 @@ def gemm_error(
         b: (N, K), likewise.
         recipe_a: Recipe or name, of `a`.
         recipe_b: Recipe or name, of `b`.
-        accumulation: `hopper_fast` and `hopper_split` (both operands e4m3 or e5m2, scaled tensorwise, rowwise,
-            both in blocks of 128, or not at all); `fp32` and `exact` for all recipes.
+        accumulation: `hopper_fast`, `hopper_split` and `hopper_mma` (both operands e4m3 or e5m2, scaled tensorwise,
+            rowwise, in `hopper_split` both in blocks of 128, or not at all); `hopper_bf16` (both bf16); `fp32` and
+            `exact` for all recipes.
         output: Format that the outputs are rounded to; `bf16` as the training kernels do, `fp32` for none.
         max_rows: Judge at most so many evenly spaced rows of each operand (an output depends on one row of each);
             scales are still taken from all rows.
@@ -68,7 +70,7 @@ def gemm_error(
     """
     import torch
 
-    from numerics.accumulate import fp8_matmul
+    from numerics.accumulate import bf16_matmul, fp8_matmul
     from numerics.quantization import quantize
     from numerics.recipe import Recipe
     from numerics.rounding import cast
@@ -78,10 +80,12 @@ def gemm_error(
         raise ValueError(f"a is {tuple(a.shape)} and b is {tuple(b.shape)}; both must be (rows, K) with the same K")
     if accumulation not in ACCUMULATIONS:
         raise ValueError(f"unknown accumulation {accumulation!r}; choose one of {', '.join(ACCUMULATIONS)}")
-    emulated = accumulation.startswith("hopper")
+    core = TENSOR_CORES.get(accumulation)
     for recipe in recipes:
-        if emulated and recipe.format not in ("e4m3", "e5m2"):
-            raise ValueError(f"{accumulation} is defined for e4m3 and e5m2; use accumulation='fp32' for {recipe.name}")
+        if core and recipe.format not in core.formats:
+            raise ValueError(
+                f"{accumulation} is defined for {' and '.join(core.formats)}; use accumulation='fp32' for {recipe.name}"
+            )
     picked, shares, kept = [], [], []
     for x, recipe in zip((a, b), recipes, strict=True):
         values, under, over = _judge(x, recipe)
@@ -90,7 +94,9 @@ def gemm_error(
         kept.append(slice(None, None, step))
         picked.append(values[kept[-1]])
     exact = a[kept[0]].to(torch.float64) @ b[kept[1]].to(torch.float64).T
-    if emulated:
+    if core and "bf16" in core.formats:
+        y = bf16_matmul(*(x.to(torch.bfloat16) for x in picked), accumulation=accumulation)
+    elif core:
         parts = [_codes_and_scales(quantize(x, recipe), rows) for x, recipe, rows in zip((a, b), recipes, kept, strict=True)]
         y = fp8_matmul(
             parts[0][0], parts[1][0], accumulation=accumulation, scale_a=parts[0][1], scale_b=parts[1][1],

@@ -1,12 +1,15 @@
 """The emulated tensor core against the scalar reference, mmasim, and the figures measured on an H200."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
 
-from numerics.accumulate import fp8_matmul
+from numerics.accumulate import bf16_matmul, fp8_matmul
 from numerics.formats import FORMATS
 from numerics.reference import hopper_dot
+from numerics.tensor_core import estimated_split_k
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NAMES = {E4M3: "e4m3", E5M2: "e5m2"}
@@ -34,7 +37,7 @@ KINDS = ("normal", "positive", "wide", "subnormal", "sparse", "codes")
 PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)]
 
 
-@pytest.mark.parametrize("accumulation", ["hopper_fast", "hopper_split"])
+@pytest.mark.parametrize("accumulation", ["hopper_fast", "hopper_split", "hopper_mma"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_the_scalar_reference(kind, accumulation):
     for seed, (left, right) in enumerate(PAIRS):
@@ -97,18 +100,82 @@ def test_scales_are_applied_in_fp32():
     np.testing.assert_array_equal(one.numpy(), raw * (np.float32(0.3) * np.float32(0.7)))
 
 
-def test_block_scales_join_at_the_promotion():
-    a, b = draw(128, 256, E4M3, 9), draw(256, 256, E4M3, 10)
-    left, right = torch.rand(128, 2) + 0.5, torch.rand(2, 2) + 0.5
+def nearest_float32(value: Fraction) -> float:
+    """The float32 nearest to an exact value, ties to even."""
+    guess = np.float32(float(value))
+    near = [guess, np.nextafter(guess, np.float32(np.inf)), np.nextafter(guess, np.float32(-np.inf))]
+    return float(min(near, key=lambda x: (abs(Fraction(float(x)) - value), int(x.view(np.int32)) & 1)))
+
+
+@pytest.mark.parametrize("rows", [128, 1], ids=["128x128", "1x128"])
+def test_block_scales_join_at_the_promotion_with_one_rounding(rows):
+    a, b = draw(8, 512, E4M3, 9), draw(128, 512, E4M3, 10)
+    # What is added cancels what is there, so that the last bits of a product decide.
+    b = torch.cat([b[:, :256].float(), -b[:, :256].float()], 1).to(E4M3)
+    a = torch.cat([a[:, :256].float()] * 2, 1).to(E4M3)
+    left, right = torch.rand(8, 4) + 0.5, torch.rand(128 // rows, 4) + 0.5
+    left[:, 2:], right[:, 2:] = left[:, :2] * (1 + 2**-9), right[:, :2]
     y = fp8_matmul(a, b, accumulation="hopper_split", scale_a=left, scale_b=right)
-    wide = right.repeat_interleave(128, 0)
-    parts = [
-        fp8_matmul(a[:, s], b[:, s], accumulation="hopper_fast") * (left[:, i, None] * wide[None, :, i])
-        for i, s in enumerate((slice(0, 128), slice(128, 256)))
-    ]
-    assert torch.equal(y, parts[0] + parts[1])
-    exact = fp8_matmul(a, b, accumulation="exact", scale_a=left, scale_b=right)
-    assert float((y - exact).norm() / exact.norm()) < 3e-4
+    for i in range(8):
+        for j in range(0, 128, 9):
+            total = 0.0
+            for block in range(4):
+                s = slice(128 * block, 128 * block + 128)
+                chain = hopper_dot(
+                    a[i, s].float().tolist(), b[j, s].float().tolist(), FORMATS["e4m3"], FORMATS["e4m3"], "hopper_fast"
+                )
+                one, other = np.float32(left[i, block]), np.float32(right[j // rows, block])
+                scaled = (chain, one * other) if rows == 128 else (np.float32(chain) * one, other)
+                total = nearest_float32(Fraction(float(scaled[0])) * Fraction(float(scaled[1])) + Fraction(total))
+            assert float(y[i, j]) == total, (i, j)
+
+
+def test_a_split_k_is_summed_from_its_first_part():
+    a, b = draw(6, 1000, E4M3, 20), draw(5, 1000, E4M3, 21)
+    # Eight blocks of 128 in three parts: three, three and what is left.
+    parts = [fp8_matmul(a[:, s], b[:, s], accumulation="hopper_fast") for s in (slice(0, 384), slice(384, 768), slice(768, 1000))]
+    assert torch.equal(fp8_matmul(a, b, accumulation="hopper_fast", split_k=3), (parts[0] + parts[1]) + parts[2])
+    with pytest.raises(ValueError, match="split_k = 0; give the number of parts"):
+        fp8_matmul(a, b, accumulation="hopper_fast", split_k=0)
+
+
+def test_estimated_split_k_is_one_where_tiles_fill_the_gpu():
+    assert estimated_split_k(16, 16, 8192) == 3 and estimated_split_k(64, 64, 65536) == 25  # as on an H200
+    assert estimated_split_k(64, 64, 5120) == 1 and estimated_split_k(1024, 1024, 65536) == 1
+
+
+def test_bf16_equals_mmasim_and_the_scalar_reference():
+    sim = pytest.importorskip("mmasim.nv_ptx.sim", reason="mmasim is a development dependency")
+    operation = sim.WGMMA("Hopper", "m64n24k16.f32.bf16.bf16")
+    for kind in ("normal", "positive", "wide", "tiny", "huge"):
+        generator = torch.Generator().manual_seed(len(kind))
+        a, b = (torch.randn(rows, 256, generator=generator) for rows in (16, 24))
+        if kind == "positive":
+            a, b = a.abs(), b.abs()
+        elif kind == "wide":
+            a = a * torch.exp2(8 * torch.randn(16, 256, generator=generator))
+        elif kind != "normal":
+            a, b = (x * (2.0**-68 if kind == "tiny" else 2.0**62) for x in (a, b))
+        a, b = a.bfloat16(), b.bfloat16()
+        y = bf16_matmul(a, b)
+        assert torch.equal(y, operation(a, b.T, torch.zeros(16, 24))), kind
+        if kind != "huge":
+            fmt = FORMATS["bf16"]
+            for i, j in ((0, 0), (7, 11), (15, 23)):
+                assert float(y[i, j]) == hopper_dot(a[i].tolist(), b[j].tolist(), fmt, fmt, "hopper_bf16"), kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp8_through_fp16_mma_equals_mmasim(kind):
+    sim = pytest.importorskip("mmasim.nv_ptx.sim", reason="mmasim is a development dependency")
+    operation = sim.MMA("Hopper", "m16n8k16.f32.f16.f16.f32")
+    a, b = draw(16, 256, E4M3, 30, kind), draw(8, 256, E5M2, 31, kind)
+    expected = torch.zeros(16, 8)
+    for start in range(0, 256, 32):
+        for first in (0, 2):
+            places = [start + four + pair for four in range(0, 32, 4) for pair in (first, first + 1)]
+            expected = operation(a.half()[:, places], b.half().T[places], expected)
+    assert torch.equal(fp8_matmul(a, b, accumulation="hopper_mma"), expected)
 
 
 def test_codes_and_tensors_are_the_same():
