@@ -18,8 +18,6 @@ from numerics import gpu_kernels as kernels
 from numerics.recipe import Recipe
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Magnitude bits, and whether pairs have exponents of their own.
-_SHARED = {"mx9": (7, True), "mx6": (4, True), "mx4": (2, True), "msfp12": (3, False), "msfp16": (7, False)}
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 # Values of one program: 32 a thread keeps enough loads in flight.
 _BLOCK = 8192
@@ -34,8 +32,8 @@ def supports(x: torch.Tensor, recipe: Recipe) -> bool:
     """Whether `quantize_into` takes this matrix under this recipe; what it does not, torch computes (or refuses)."""
     if not _runs_on(x.device) or x.dtype not in _DTYPES or x.ndim != 2 or x.numel() == 0:
         return False
-    if recipe.format in _SHARED:
-        return x.shape[1] % 16 == 0 and recipe.rounding == "nearest_even" and recipe.overflow == "saturate"
+    if recipe.shared is not None:
+        return x.shape[1] % 16 == 0 and recipe.rounding != "stochastic"
     fmt = recipe.element
     if recipe.rounding == "stochastic" or (fmt.bits > 8 and recipe.scaling != "none"):
         return False
@@ -48,7 +46,7 @@ def quantize_into(
     x: torch.Tensor,
     recipe: Recipe,
     amax: torch.Tensor | None,
-    scales: torch.Tensor,
+    scales: torch.Tensor | None,
     codes: torch.Tensor | None = None,
     values: torch.Tensor | None = None,
     *,
@@ -61,9 +59,9 @@ def quantize_into(
         recipe: How.
         amax: None for the matrix's own; else float32 of the scales' shape, finite and not negative. A
             shared-exponent recipe (mx9, mx6, mx4, msfp) takes none.
-        scales: Written: float32, of the shape that `numerics.QuantizedTensor` says.
+        scales: Written: float32, of the shape that `numerics.QuantizedTensor` says; None when not wanted.
         codes: Written: (rows, K) uint8; int16 for shared exponents; int32 for formats over 8 bits.
-        values: Written: (rows, K) float32, what the codes stand for.
+        values: Written: (rows, K) float32, what the codes stand for; may be x.
         check: Look at the result of the check for NaN and infinities, which waits for the GPU. Without it nothing
             waits and nothing is allocated that a CUDA graph could not hold.
 
@@ -73,14 +71,12 @@ def quantize_into(
     Raises:
         ValueError: an amax was given to a shared-exponent recipe.
     """
-    if amax is not None and recipe.format in _SHARED:
+    if amax is not None and recipe.shared is not None:
         raise ValueError(f"{recipe.name} takes its exponents from the tensor, not from a given amax")
     if recipe.scaling in ("none", "tensorwise", "block1x128", "mx32", "bdr16") or x.stride(1) != 1:
         x = x.contiguous()
     dense = {
-        name: tensor
-        if tensor is None or tensor.is_contiguous()
-        else torch.empty(tensor.shape, dtype=tensor.dtype, device=x.device)
+        name: tensor if tensor is None or tensor.is_contiguous() else tensor.new_empty(tensor.shape)
         for name, tensor in (("scales", scales), ("codes", codes), ("values", values))
     }
     flag = torch.zeros((), dtype=torch.int32, device=x.device) if check else None
@@ -95,13 +91,13 @@ def quantize_into(
 def _launch(x: torch.Tensor, recipe: Recipe, amax: Any, scales: Any, codes: Any, values: Any, flag: Any) -> None:
     rows, columns = x.shape
     size = x.numel()
-    if recipe.format in _SHARED:
-        bits, pairs = _SHARED[recipe.format]
+    if recipe.shared is not None:
         groups = size // 16
         height = min(_BLOCK // 2 // 16, triton.next_power_of_2(groups))
         run(
             kernels.shared_kernel, (triton.cdiv(groups, height),), height * 16, x, scales, codes, values, flag, groups,
-            MAGNITUDE_BITS=bits, PAIRS=pairs, ROWS=height, EVEN=groups % height == 0,
+            MAGNITUDE_BITS=recipe.shared.magnitude_bits, PAIRS=recipe.shared.pairs, TRUNCATE=recipe.rounding == "toward_zero",
+            ROWS=height, EVEN=groups % height == 0,
         )  # fmt: skip
         return
     constants = constants_of(recipe, amax is not None, converts(x.device))

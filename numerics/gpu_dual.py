@@ -98,7 +98,8 @@ def dual_kernel(
 def supports_dual(x: torch.Tensor, recipe: str | Recipe) -> bool:
     """Whether `quantize_dual` takes this matrix under this recipe."""
     recipe = Recipe.parse(recipe)
-    return recipe.scaling in _SCALINGS and gpu.supports(x, recipe) and gpu.supports(x.t(), recipe)
+    own = recipe.scaling in _SCALINGS and recipe.amax == "current"
+    return own and gpu.supports(x, recipe) and gpu.supports(x.t(), recipe)
 
 
 def quantize_dual(x: torch.Tensor, recipe: str | Recipe, *, check: bool = True) -> tuple[QuantizedTensor, QuantizedTensor]:

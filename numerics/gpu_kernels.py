@@ -268,8 +268,9 @@ def flat_kernel(
     else:
         amax_bits = tl.load(amax).to(tl.int32, bitcast=True)
     scale, inverse = scale_of(amax_bits, C)
-    if tl.program_id(0) == 0:
-        tl.store(scales, scale)
+    if scales is not None:
+        if tl.program_id(0) == 0:
+            tl.store(scales, scale)
     blocks = tl.cdiv(size, BLOCK)
     within = tl.arange(0, BLOCK)
     for turn in range(tl.program_id(0), blocks, tl.num_programs(0)):
@@ -316,7 +317,8 @@ def group_kernel(
         if flag is not None:
             report(flag, tl.max(tl.max(magnitude_bits(loaded), 1), 0))
     scale, inverse = scale_of(amax_bits, C)
-    tl.store(scales + first + row, scale, mask=inside)
+    if scales is not None:
+        tl.store(scales + first + row, scale, mask=inside)
     scale, inverse = scale[:, None], inverse[:, None]
     if codes is not None:
         emit(codes + first * size, None, offsets, mask, loaded, scale, inverse, C)
@@ -343,7 +345,8 @@ def long_row_kernel(
     else:
         amax_bits = tl.load(amax + row).to(tl.int32, bitcast=True)
     scale, inverse = scale_of(amax_bits, C)
-    tl.store(scales + row, scale)
+    if scales is not None:
+        tl.store(scales + row, scale)
     for start in range(0, size, WIDTH):
         mask = column < size - start
         loaded = tl.load(x + start + column, mask=mask, other=0.0).to(tl.float32)
@@ -367,7 +370,8 @@ def tile_kernel(x, amax, scales, codes, values, flag, columns, x_stride, TILE: t
     if amax is not None:
         amax_bits = tl.load(amax + index).to(tl.int32, bitcast=True)
     scale, inverse = scale_of(amax_bits, C)
-    tl.store(scales + index, scale)
+    if scales is not None:
+        tl.store(scales + index, scale)
     offsets = row * columns + column
     if codes is not None:
         emit(codes + first * columns, None, offsets, None, loaded, scale, inverse, C)
@@ -410,8 +414,9 @@ def column_kernel(
     else:
         amax_bits = tl.load(amax + column, mask=valid).to(tl.int32, bitcast=True)
     scale, inverse = scale_of(amax_bits, C)
-    if tl.program_id(1) == 0:
-        tl.store(scales + column, scale, mask=valid)
+    if scales is not None:
+        if tl.program_id(1) == 0:
+            tl.store(scales + column, scale, mask=valid)
     scale, inverse = scale[None, :], inverse[None, :]
     first = tl.program_id(1) * chunk
     last = tl.minimum(first + chunk, rows)
@@ -431,7 +436,7 @@ def column_kernel(
 @triton.jit
 def shared_kernel(
     x, scales, codes, values, flag, groups,
-    MAGNITUDE_BITS: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+    MAGNITUDE_BITS: tl.constexpr, PAIRS: tl.constexpr, TRUNCATE: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Runs of 16 values under one exponent; with PAIRS, a pair that does not reach it halves its step."""
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -452,21 +457,28 @@ def shared_kernel(
         left, right = tl.split(tl.reshape(magnitudes, (ROWS, 8, 2)))
         lower = tl.maximum(left, right) < unit.to(tl.int32, bitcast=True)[:, None]
         factor = tl.where(lower, 2.0 * coarse, coarse)
-        step = tl.where((block == 0)[:, None], 1.0, unit[:, None] * (1.0 / factor))
-        tl.store(scales + first * 8 + row[:, None] * 8 + tl.arange(0, 8)[None, :], step, mask=inside)
+        step = tl.where((block == 0)[:, None], 1.0, unit[:, None] * tl.where(lower, 0.5 / coarse, 1.0 / coarse))
+        if scales is not None:
+            tl.store(scales + first * 8 + row[:, None] * 8 + tl.arange(0, 8)[None, :], step, mask=inside)
         factor = tl.reshape(tl.join(factor, factor), (ROWS, 16))
         step = tl.reshape(tl.join(step, step), (ROWS, 16))
     else:
         factor = tl.full((ROWS, 16), coarse, tl.float32)
         single = tl.where(block == 0, 1.0, unit * (1.0 / coarse))
-        tl.store(scales + first + row, single, mask=None if EVEN else row < groups - first)
+        if scales is not None:
+            tl.store(scales + first + row, single, mask=None if EVEN else row < groups - first)
         step = single[:, None]
     scaled = (lifted * factor).to(tl.int32, bitcast=True)
     magnitude = tl.minimum((scaled & _MAGNITUDE).to(tl.float32, bitcast=True), 2.0 * coarse - 1.0)
     total = magnitude + _ROUNDER
+    value = total - _ROUNDER
+    code = total.to(tl.int32, bitcast=True) - _ROUNDER_BITS
+    if TRUNCATE:
+        beyond = value > magnitude
+        value = tl.where(beyond, value - 1.0, value)
+        code = tl.where(beyond, code - 1, code)
     if codes is not None:
-        code = total.to(tl.int32, bitcast=True) - _ROUNDER_BITS
         tl.store(codes + first * 16 + offsets, tl.where(scaled < 0, -code, code).to(tl.int16), mask=inside)
     if values is not None:
-        value = ((total - _ROUNDER).to(tl.int32, bitcast=True) | (scaled & _SIGN)).to(tl.float32, bitcast=True)
-        tl.store(values + first * 16 + offsets, value * step, mask=inside)
+        # Codes have one zero, so values have one as well.
+        tl.store(values + first * 16 + offsets, tl.where(scaled < 0, 0.0 - value, value) * step, mask=inside)
