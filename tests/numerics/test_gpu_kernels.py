@@ -29,7 +29,7 @@ SHAPES = {
     "none": ((1, 1), (3, 7), (5, 130)),
     "tensorwise": ((1, 1), (3, 7), (67, 130)),
     "rowwise": ((1, 32), (3, 1), (37, 130), (9, 257)),
-    "columnwise": ((1, 32), (3, 1), (37, 130), (200, 40)),
+    "columnwise": ((1, 32), (37, 130), (200, 3)),
     "block1x128": ((1, 128), (7, 256)),
     "block128x128": ((128, 256),),
     "mx32": ((1, 32), (37, 96)),
@@ -49,7 +49,7 @@ def recipes():
         for rounding in ("floor", "ceil", "nearest_even"):
             yield named(Recipe.parse(f"{fmt}/{scaling}"), scale_format="e8m0", scale_rounding=rounding)
     for recipe in plain:
-        if recipe.scaling in ("none", "rowwise", "mx32", "bdr16"):
+        if recipe.scaling in ("none", "mx32", "bdr16"):
             yield named(recipe, rounding="toward_zero")
         if recipe.scaling in ("none", "tensorwise", "mx32") and recipe.format in (*FLOAT8, "bf16", "fp16", "tf32"):
             yield named(recipe, overflow="nonfinite")
@@ -160,7 +160,7 @@ def test_every_tie_and_its_neighbours(fmt, rounding):
 
 @interpreted
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "columnwise", "block1x128", "block128x128"])
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "e2m3", "int8"])
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "int8"])
 @pytest.mark.parametrize("scale", [("fp32", "floor"), ("e8m0", "floor"), ("e8m0", "ceil"), ("e8m0", "nearest_even")])
 def test_a_given_amax(scaling, fmt, scale):
     x = draw((128, 256), torch.float32, 8)
@@ -238,7 +238,7 @@ def test_what_is_left_to_torch():
 
 
 @interpreted
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2fnuz", "e2m1", "int8"])
+@pytest.mark.parametrize("fmt", ["e4m3", "int8"])
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "block1x128", "block128x128"])
 def test_both_layouts_at_once(fmt, scaling):
     from numerics.gpu_dual import quantize_dual
