@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from numerics.quantization import quantize as quantize
     from numerics.recipe import Recipe as Recipe
     from numerics.rounding import cast as cast
+    from numerics.scaling import AmaxHistory as AmaxHistory
     from numerics.tensor_core import estimated_split_k as estimated_split_k
 
 _HOMES = {
+    "AmaxHistory": "scaling",
     "FORMATS": "formats",
     "Format": "formats",
     "GemmError": "errors",

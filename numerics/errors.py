@@ -135,11 +135,10 @@ def _metrics(exact: torch.Tensor, y: torch.Tensor, shares: list[float]) -> GemmE
 def _judge(x: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, float, float]:
     """Dequantized values, underflow share, overflow share."""
     from numerics.quantization import expand_scales, fake_quantize, quantize
-    from numerics.recipe import BDR_BITS
 
     values = fake_quantize(x, recipe)
     underflow = float(((values == 0) & (x != 0)).double().mean())
-    if recipe.format in BDR_BITS:
+    if recipe.shared is not None:
         return values, underflow, 0.0  # their exponent is that of the block's amax
     fmt = recipe.element
     top = fmt.max + 2.0 ** (fmt.max_exponent - fmt.fraction_bits - 1)

@@ -89,7 +89,7 @@ def _noise(statistics: TensorStatistics, recipe: Recipe, length: int) -> Operand
         return (values * weights).sum(1)
 
     figures = read(False)
-    if recipe.format in BDR_BITS:
+    if recipe.shared is not None and recipe.shared.pairs:
         # A pair halves its step when its other element, too, lies below the block's binade.
         middle = float(np.arange(PHASES) @ place) / max(float(place.sum()), 1e-30) / PHASES
         below = 1.0 - counts[: 1 + round(BINS_PER_OCTAVE * middle)].sum()

@@ -1,17 +1,24 @@
-"""Quantizing a matrix under a recipe: codes and scales, or the values that they stand for."""
+"""Quantizing a matrix under a recipe: codes and scales, or the values that they stand for.
+
+One entry for every device. `numerics.gpu` and `numerics.cpu` have compiled kernels for most recipes; the torch code
+here is what they are held equal to, and what runs where they do not.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
-from numerics.formats import Format
-from numerics.recipe import BDR_BITS, Recipe
-from numerics.rounding import cast, decode, encode, exponent_of, power_of_two
+from numerics import cpu
+from numerics.recipe import Recipe
+from numerics.rounding import cast, check_out, decode, encode, round_to_integer
+from numerics.scaling import AmaxHistory, block_amax, expand_scales, scale_of, scales_shape, shared_steps
 
-# An FP32 scale below the least normal number would not divide exactly; amax below it quantizes towards zero.
-_LEAST_SCALE = 2.0**-126
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_NUMPY = {torch.float32: np.float32, torch.uint8: np.uint8, torch.int16: np.int16, torch.int32: np.int32}
 
 
 @dataclass(frozen=True)
@@ -19,9 +26,11 @@ class QuantizedTensor:
     """A quantized (rows, K) matrix.
 
     Attributes:
-        codes: (rows, K) uint8 codes (int32 for formats over 8 bits; int16 signed magnitudes for mx9, mx6, mx4).
+        codes: (rows, K) uint8 codes (int32 for formats over 8 bits; int16 signed magnitudes for mx9, mx6, mx4, msfp16
+            and msfp12).
         scales: float32 multipliers that give values back: a scalar, (rows, 1), (1, K), (rows, K / block) or
-            (rows / 128, K / 128); (rows, K / 2) for mx9, mx6, mx4, each pair's exponents combined; ones without a scale.
+            (rows / 128, K / 128); (rows, K / 2) for mx9, mx6, mx4, each pair's exponents combined; a scalar one
+            without a scale.
         recipe: How it was made.
     """
 
@@ -31,127 +40,213 @@ class QuantizedTensor:
 
     def dequantize(self) -> torch.Tensor:
         """(rows, K) float32."""
-        if self.recipe.format in BDR_BITS:
-            return self.codes.to(torch.float32) * self.scales.repeat_interleave(2, 1)
-        return decode(self.codes, self.recipe.element) * expand_scales(self.scales, self.recipe, self.codes.shape)
+        shared = self.recipe.shared is not None
+        values = self.codes.to(torch.float32) if shared else decode(self.codes, self.recipe.element)
+        return values * expand_scales(self.scales, self.recipe, self.codes.shape)
 
 
-def quantize(x: torch.Tensor, recipe: str | Recipe, *, generator: torch.Generator | None = None) -> QuantizedTensor:
+def quantize(
+    x: torch.Tensor,
+    recipe: str | Recipe,
+    *,
+    amax: torch.Tensor | float | AmaxHistory | None = None,
+    out: QuantizedTensor | None = None,
+    generator: torch.Generator | None = None,
+) -> QuantizedTensor:
     """Quantize a matrix.
 
-    The scale is amax / format max in FP32, and values are divided by it; a scope that is all zero has scale 1.
+    The scale is amax / format max in FP32, or a power of two, and values are divided by it; a scope whose amax is zero
+    has scale 1. No gradient flows.
 
     Args:
-        x: (rows, K) float32, float64, bfloat16 or float16, any strides and device.
+        x: (rows, K) float32, float64, bfloat16 or float16, any strides and device; float64 is rounded to float32 first.
         recipe: A `Recipe` or its name.
+        amax: For `amax="given"`: one value, or a tensor of the scales' shape, finite and not negative. For
+            `amax="delayed"`: the tensor's `AmaxHistory`, which is read, then told of x.
+        out: What an earlier call with the same recipe and shape returned, to be refilled.
+        generator: For stochastic rounding.
+
+    Returns:
+        Codes and scales; `out` where that was passed.
+
+    Raises:
+        TypeError: x is not a floating-point tensor, or `amax` or `out` is of another type.
+        ValueError: x is not a matrix, is empty or not finite (what `out` holds then means nothing); a block does not
+            divide it; or `amax` or `out` does not fit.
+    """
+    recipe = Recipe.parse(recipe)
+    x = _checked(x)
+    shape = scales_shape(recipe, *x.shape)
+    dtype = torch.int16 if recipe.shared else torch.uint8 if recipe.element.bits <= 8 else torch.int32
+    if out is None:
+        out = QuantizedTensor(_empty(x.shape, dtype, x.device), _empty(shape, torch.float32, x.device), recipe)
+    else:
+        if not isinstance(out, QuantizedTensor):
+            raise TypeError(f"out must be a QuantizedTensor, got {type(out).__name__}; pass what quantize returned")
+        if out.recipe != recipe:
+            raise ValueError(f"out was made with recipe {out.recipe.name}, this call has {recipe.name}; use one recipe")
+        check_out(out.codes, x, x.shape, dtype, "out.codes")
+        check_out(out.scales, x, shape, torch.float32, "out.scales")
+    _run(x, recipe, amax, generator, out.scales, codes=out.codes)
+    return out
+
+
+def fake_quantize(
+    x: torch.Tensor,
+    recipe: str | Recipe,
+    *,
+    amax: torch.Tensor | float | AmaxHistory | None = None,
+    out: torch.Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """What `quantize(x, recipe).dequantize()` returns, without the codes: (rows, K) float32.
+
+    Args:
+        x: As for `quantize`.
+        recipe: As for `quantize`.
+        amax: As for `quantize`.
+        out: (rows, K) float32 to write to; a new tensor costs the system as much time as the quantization itself. It
+            may be x.
         generator: For stochastic rounding.
 
     Raises:
-        TypeError: x is not a floating-point tensor.
-        ValueError: x is not a matrix, is empty or not finite, or a block does not divide it.
+        TypeError: As for `quantize`.
+        ValueError: As for `quantize`.
     """
     recipe = Recipe.parse(recipe)
-    values, scales = _scaled(x, recipe, generator)
-    if recipe.format in BDR_BITS:
-        return QuantizedTensor(values.to(torch.int16), scales, recipe)
-    return QuantizedTensor(encode(values, recipe.element), scales, recipe)
+    x = _checked(x)
+    scales_shape(recipe, *x.shape)
+    if out is None:
+        out = _empty(x.shape, torch.float32, x.device)
+    else:
+        check_out(out, x, x.shape, torch.float32, "out", may_be_x=True)
+    _run(x, recipe, amax, generator, None, values=out)
+    return out
 
 
-def fake_quantize(x: torch.Tensor, recipe: str | Recipe, *, generator: torch.Generator | None = None) -> torch.Tensor:
-    """What `quantize(x, recipe).dequantize()` returns, without the codes: (rows, K) float32."""
-    recipe = Recipe.parse(recipe)
-    values, scales = _scaled(x, recipe, generator)
-    if recipe.format in BDR_BITS:
-        return values * scales.repeat_interleave(2, 1)
-    return values * expand_scales(scales, recipe, values.shape)
-
-
-def expand_scales(scales: torch.Tensor, recipe: Recipe, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
-    """Scales spread so that they multiply a matrix of `shape`."""
-    block = recipe.block
-    if block is None or 0 in block:
-        return scales
-    for axis, size in enumerate(block):
-        if size > 1:
-            scales = scales.repeat_interleave(size, axis)
-    return scales
-
-
-def _scaled(x: torch.Tensor, recipe: Recipe, generator: torch.Generator | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values on the element grid, and the scales."""
-    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-        raise TypeError(f"quantize takes a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+def _checked(x: torch.Tensor) -> torch.Tensor:
+    """The matrix, off the autograd graph."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x must be a torch tensor, got {type(x).__name__}; numpy arrays go through torch.from_numpy")
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"x must be a floating-point tensor of 16, 32 or 64 bits, got {x.dtype}; convert with .float()")
+    if x.layout != torch.strided or x.is_meta:
+        kind = "a meta tensor without values" if x.is_meta else f"of layout {x.layout}"
+        raise ValueError(f"x is {kind}; quantization takes dense tensors with values")
     if x.ndim != 2 or 0 in x.shape:
-        raise ValueError(f"quantize takes a matrix (rows, K) with at least one element, got shape {tuple(x.shape)}")
+        raise ValueError(f"x must be a matrix (rows, K) with at least one element, got shape {tuple(x.shape)}; reshape it")
+    return x.detach().resolve_neg()
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    # numpy asks the system for huge pages, torch does not: first touching small ones takes longer than quantizing.
+    return torch.from_numpy(np.empty(shape, _NUMPY[dtype]))
+
+
+def _run(
+    x: torch.Tensor,
+    recipe: Recipe,
+    amax: torch.Tensor | float | AmaxHistory | None,
+    generator: torch.Generator | None,
+    scales: torch.Tensor | None,
+    codes: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
+) -> None:
+    """Write the outputs that are not None."""
+    chosen, current = _chosen_amax(x, recipe, amax)
+    kernels = _kernels(x, recipe)
+    if kernels is None:
+        finite = _run_torch(x, recipe, chosen, generator, scales, codes, values)
+    else:
+        outputs = [scales, codes, values]
+        if scales is None and kernels is not cpu:
+            outputs[0] = _empty(scales_shape(recipe, *x.shape), torch.float32, x.device)
+        dense = [None if y is None else y if y.is_contiguous() else torch.empty_like(y).contiguous() for y in outputs]
+        finite = kernels.quantize_into(x, recipe, chosen, *dense)
+        for y, written in zip(outputs, dense, strict=True):
+            if y is not None and written is not None and y is not written:
+                y.copy_(written)
+    if not finite:
+        raise ValueError(f"x is not finite (in float32) everywhere; quantization takes finite values: {_count(x)}")
+    if isinstance(amax, AmaxHistory) and current is not None:
+        amax.record(current)
+
+
+def _count(x: torch.Tensor) -> str:
+    return f"{int((~torch.isfinite(x.to(torch.float32))).sum())} of {x.numel()} values are not finite"
+
+
+def _kernels(x: torch.Tensor, recipe: Recipe) -> Any:
+    """The module whose `quantize_into` takes this matrix; None for torch."""
+    if x.is_cuda:
+        try:
+            from numerics import gpu
+        except ImportError:  # no triton
+            return None
+        return gpu if gpu.supports(x, recipe) else None
+    return cpu if cpu.supports(x, recipe) else None
+
+
+def _chosen_amax(x: torch.Tensor, recipe: Recipe, amax: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What the scales come from, None for the tensor's own amax; and that amax where a history is to be told of it."""
+    if recipe.amax == "current":
+        if amax is not None:
+            raise ValueError(f"{recipe.name} takes its amax from x; leave amax= away, or use a recipe with amax='given'")
+        return None, None
+    shape = scales_shape(recipe, *x.shape)
+    if recipe.amax == "delayed":
+        if not isinstance(amax, AmaxHistory):
+            raise TypeError(f"{recipe.name} needs amax=AmaxHistory(), one per tensor; got {type(amax).__name__}")
+        current = block_amax(x.to(torch.float32), recipe)
+        past = amax.amax()
+        if past is not None and past.shape != current.shape:
+            amax.record(current)  # says what does not fit
+        return past, current
+    if isinstance(amax, bool) or not isinstance(amax, (int, float, torch.Tensor)):
+        raise TypeError(f"{recipe.name} needs amax=, a number or a tensor of shape {shape}; got {type(amax).__name__}")
+    given = torch.as_tensor(amax, dtype=torch.float32, device=x.device).detach()
+    if given.numel() == 1:
+        given = given.reshape(()).expand(shape)
+    if given.shape != shape:
+        raise ValueError(f"amax has shape {tuple(given.shape)}; {recipe.name} needs one value or shape {shape}")
+    if not bool((torch.isfinite(given) & (given >= 0)).all()):
+        raise ValueError("amax holds values that are negative or not finite in float32; give magnitudes")
+    return given.contiguous(), None
+
+
+def _run_torch(
+    x: torch.Tensor,
+    recipe: Recipe,
+    amax: torch.Tensor | None,
+    generator: torch.Generator | None,
+    scales: torch.Tensor | None,
+    codes: torch.Tensor | None,
+    values: torch.Tensor | None,
+) -> bool:
+    """The readable path, and the one for every device: whether all of x is finite, and the outputs written."""
     x = x.to(torch.float32)
     if not bool(torch.isfinite(x).all()):
-        raise ValueError(f"{int((~torch.isfinite(x)).sum())} of {x.numel()} values are not finite (in float32)")
-    if recipe.format in BDR_BITS:
-        return _shared_microexponents(x, recipe)
-    fmt = recipe.element
-    if recipe.block is None:
-        one = torch.ones((), dtype=torch.float32, device=x.device)
-        return cast(x, fmt, rounding=recipe.rounding, overflow=recipe.overflow, generator=generator), one
-    amax = _block_amax(x, recipe)
-    scales = _power_of_two_scale(amax, recipe) if recipe.is_power_of_two else torch.clamp(_over_max(amax, fmt), min=_LEAST_SCALE)
-    scales = torch.where(amax == 0, torch.ones_like(scales), scales)
-    quotient = x / expand_scales(scales, recipe, x.shape)
-    return cast(quotient, fmt, rounding=recipe.rounding, overflow=recipe.overflow, generator=generator), scales
-
-
-def _block_amax(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    assert recipe.block is not None
-    block_rows, block_columns = recipe.block
-    rows, columns = x.shape
-    for size, block, what in ((rows, block_rows, "rows"), (columns, block_columns, "columns (K)")):
-        if block and size % block:
-            raise ValueError(f"{recipe.name}: {size} {what} are no multiple of the block's {block}; pad the tensor")
-    magnitude = x.abs()
-    if recipe.scaling == "tensorwise":
-        return magnitude.amax()
-    if recipe.scaling == "columnwise":
-        return magnitude.amax(0, keepdim=True)
-    if recipe.scaling == "rowwise":
-        return magnitude.amax(1, keepdim=True)
-    blocks = magnitude.reshape(rows // block_rows, block_rows, columns // block_columns, block_columns)
-    return blocks.amax((1, 3))
-
-
-def _over_max(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """A true division on every device: by a Python number, CUDA multiplies with the reciprocal."""
-    return amax / torch.full_like(amax, fmt.max)
-
-
-def _power_of_two_scale(amax: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """E8M0 scales (OCP MX 1.0, section 6.3 for `floor`), clamped to the exponents that e8m0 has."""
-    fmt = recipe.element
-    wide = amax.to(torch.float64)
-    if recipe.scale_rounding == "ceil":
-        ratio = _over_max(wide, fmt)
-        exponent = exponent_of(ratio)
-        exponent = exponent + (power_of_two(exponent, torch.float64) * fmt.max < wide).to(exponent.dtype)
+        return False
+    if recipe.shared is not None:
+        steps = shared_steps(x, recipe)
+        limit = 2.0**recipe.shared.magnitude_bits - 1
+        scaled = x.to(torch.float64) / expand_scales(steps, recipe, x.shape)
+        # Codes have one zero, so values have one as well.
+        elements = (torch.clamp(round_to_integer(scaled, recipe.rounding, generator), -limit, limit) + 0.0).to(torch.float32)
+        made = steps.to(torch.float32)
     else:
-        if recipe.scale_rounding == "nearest_even":
-            # Round amax to the element's significand first, so that a carry moves the exponent up.
-            step = power_of_two(exponent_of(wide) - fmt.fraction_bits, torch.float64)
-            wide = torch.where(wide > 0, torch.round(wide / step) * step, wide)
-        exponent = exponent_of(wide) - fmt.max_exponent
-    return power_of_two(torch.clamp(exponent, -127, 127), torch.float64).to(torch.float32)
-
-
-def _shared_microexponents(x: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
-    """mx9, mx6, mx4: 16 elements share an 8-bit exponent, pairs of them one bit that halves their step."""
-    bits = BDR_BITS[recipe.format]
-    rows, columns = x.shape
-    if columns % 16:
-        raise ValueError(f"{recipe.name}: {columns} columns (K) are no multiple of the block's 16; pad the tensor")
-    pair = x.abs().to(torch.float64).reshape(rows, columns // 16, 8, 2).amax(3)
-    block = pair.amax(2, keepdim=True)
-    # The exponent field is biased by 127 as in e8m0.
-    exponent = torch.clamp(exponent_of(block), -127, 127)
-    lower = (pair < power_of_two(exponent, torch.float64)).to(exponent.dtype)
-    step = power_of_two(exponent - lower - (bits - 1), torch.float64).reshape(rows, columns // 2)
-    step = torch.where(block.expand(-1, -1, 8).reshape(rows, columns // 2) == 0, torch.ones_like(step), step)
-    limit = 2.0**bits - 1
-    values = torch.clamp(torch.round(x.to(torch.float64) / step.repeat_interleave(2, 1)), -limit, limit)
-    return values.to(torch.float32), step.to(torch.float32)
+        if recipe.block is None:
+            made = torch.ones((), dtype=torch.float32, device=x.device)
+        else:
+            made = scale_of(block_amax(x, recipe) if amax is None else amax, recipe)
+        quotient = x / expand_scales(made, recipe, x.shape)
+        elements = cast(quotient, recipe.element, rounding=recipe.rounding, overflow=recipe.overflow, generator=generator)
+    if codes is not None:
+        codes.copy_(elements if recipe.shared is not None else encode(elements, recipe.element))
+    if values is not None:
+        values.copy_(elements * expand_scales(made, recipe, x.shape))
+    if scales is not None:
+        scales.copy_(made)
+    return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from numerics.formats import FORMATS, Format
 
@@ -21,12 +21,41 @@ SCALINGS: dict[str, tuple[int, int] | None] = {
 _MX = {
     "mxfp8_e4m3": "e4m3", "mxfp8_e5m2": "e5m2", "mxfp6_e3m2": "e3m2", "mxfp6_e2m3": "e2m3", "mxfp4": "e2m1", "mxint8": "int8",
 }  # fmt: skip
-# Bits of magnitude of the shared-microexponent formats (Rouhani et al. 2023): 16 elements under one 8-bit exponent.
-BDR_BITS = {"mx9": 7, "mx6": 4, "mx4": 2}
-_SCALED = tuple(name for name in ("tensorwise", "rowwise", "columnwise", "block1x128", "block128x128"))
+
+
+@dataclass(frozen=True)
+class SharedExponent:
+    """A format of sign and magnitude, 16 elements under one 8-bit exponent.
+
+    Attributes:
+        magnitude_bits: Bits of an element beside its sign; there is no hidden one.
+        pairs: Whether pairs of elements have a bit of their own that halves their step.
+    """
+
+    magnitude_bits: int
+    pairs: bool
+
+
+# The first three: Rouhani et al. 2023, "With Shared Microexponents, A Little Shifting Goes a Long Way", table 1. Block
+# floating point: Rouhani et al. 2020, "Pushing the Limits of Narrow Precision Inferencing at Cloud Scale with MSFP".
+SHARED_EXPONENT = {
+    "mx9": SharedExponent(7, True), "mx6": SharedExponent(4, True), "mx4": SharedExponent(2, True),
+    "msfp16": SharedExponent(7, False), "msfp12": SharedExponent(3, False),
+}  # fmt: skip
+BDR_BITS = {name: shared.magnitude_bits for name, shared in SHARED_EXPONENT.items()}
+_SCALED = ("tensorwise", "rowwise", "columnwise", "block1x128", "block128x128")
 # e8m0 holds scales; it has no sign and is no element format.
 _ELEMENTS = tuple(name for name in FORMATS if name != "e8m0")
 _NARROW = tuple(name for name in _ELEMENTS if FORMATS[name].bits <= 8)
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "format": (*_ELEMENTS, *SHARED_EXPONENT),
+    "scaling": tuple(SCALINGS),
+    "scale_format": ("fp32", "e8m0"),
+    "scale_rounding": ("floor", "ceil", "nearest_even"),
+    "rounding": ("nearest_even", "toward_zero", "stochastic"),
+    "overflow": ("saturate", "nonfinite"),
+    "amax": ("current", "delayed", "given"),
+}
 
 
 @dataclass(frozen=True)
@@ -35,13 +64,15 @@ class Recipe:
 
     Attributes:
         name: The short form, what `parse` takes.
-        format: Element format; for mx9, mx6 and mx4 a sign and a magnitude under the shared exponents.
+        format: Element format, or one of `SHARED_EXPONENT`.
         scaling: A key of `SCALINGS`; `none` is a plain cast.
         scale_format: `fp32` (amax / format max), or `e8m0` (a power of two).
         scale_rounding: How a power of two is chosen: `floor` (OCP: exponent of amax less that of the format's max),
             `ceil` (least power that does not saturate), `nearest_even` (floor, after rounding amax to the format).
         rounding: See `numerics.cast`.
         overflow: See `numerics.cast`.
+        amax: Where a scale comes from: the `current` tensor, the tensors before it (`delayed`, see
+            `numerics.AmaxHistory`), or the caller (`given`). Values beyond an amax that is not the tensor's own overflow.
     """
 
     name: str
@@ -51,26 +82,35 @@ class Recipe:
     scale_rounding: str = "floor"
     rounding: str = "nearest_even"
     overflow: str = "saturate"
+    amax: str = "current"
 
     def __post_init__(self) -> None:
-        """Refuse a field that names nothing.
+        """Refuse a field that names nothing, and fields that mean nothing together.
 
         Raises:
             ValueError: naming the field and its choices.
         """
-        choices: dict[str, tuple[str, ...]] = {
-            "format": (*_ELEMENTS, *BDR_BITS),
-            "scaling": tuple(SCALINGS),
-            "scale_format": ("fp32", "e8m0"),
-            "scale_rounding": ("floor", "ceil", "nearest_even"),
-            "rounding": ("nearest_even", "toward_zero", "stochastic"),
-            "overflow": ("saturate", "nonfinite"),
-        }
-        for field, allowed in choices.items():
+        for field, allowed in _CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"recipe: {field} = {getattr(self, field)!r}; choose one of {', '.join(allowed)}")
-        if (self.format in BDR_BITS) != (self.scaling == "bdr16"):
-            raise ValueError(f"recipe: format {self.format} does not go with scaling {self.scaling}")
+        shared = self.format in SHARED_EXPONENT
+        if shared != (self.scaling == "bdr16"):
+            mend = "scaling='bdr16'" if shared else f"one of the formats {', '.join(SHARED_EXPONENT)}"
+            raise ValueError(f"recipe: format {self.format} does not go with scaling {self.scaling}; use {mend}")
+        if shared:
+            only = {"scale_format": "e8m0", "scale_rounding": "floor", "overflow": "saturate", "amax": "current"}
+            for field, value in only.items():
+                if getattr(self, field) != value:
+                    raise ValueError(f"recipe: format {self.format} shares the exponent of its amax; use {field}={value!r}")
+            return
+        if self.scaling == "none" and (self.scale_format, self.amax) != ("fp32", "current"):
+            field = "scale_format" if self.scale_format != "fp32" else "amax"
+            raise ValueError(f"recipe: scaling none has no scale; leave {field} away, or choose a scaling")
+        if self.scale_format == "fp32" and self.scale_rounding != "floor":
+            raise ValueError("recipe: scale_rounding is of powers of two; use scale_format='e8m0', or leave it away")
+        fmt = FORMATS[self.format]
+        if self.overflow == "nonfinite" and not fmt.infinity and fmt.nan_code is None:
+            raise ValueError(f"recipe: {fmt.name} has no infinity and no NaN; use overflow='saturate'")
 
     @property
     def block(self) -> tuple[int, int] | None:
@@ -82,11 +122,16 @@ class Recipe:
         """The element format's record.
 
         Raises:
-            ValueError: a shared-microexponent recipe has none.
+            ValueError: a format of shared exponents has none.
         """
-        if self.format in BDR_BITS:
-            raise ValueError(f"{self.name} has no element format of its own; its pairs share exponents")
+        if self.format in SHARED_EXPONENT:
+            raise ValueError(f"{self.name} has no element format of its own; its elements share exponents")
         return FORMATS[self.format]
+
+    @property
+    def shared(self) -> SharedExponent | None:
+        """The record of a format of shared exponents; None for the others."""
+        return SHARED_EXPONENT.get(self.format)
 
     @property
     def is_power_of_two(self) -> bool:
@@ -95,32 +140,48 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str | Recipe) -> Recipe:
-        """The recipe that a string names: `bf16`, `e4m3/rowwise`, `mxfp8_e4m3`, `mx9`; a recipe is returned as it is.
+        """The recipe that a string names; a recipe is returned as it is.
+
+        A string is a name (`bf16`, `e4m3/rowwise`, `mxfp8_e4m3`, `mx9`), then fields that are not as the name has
+        them: `e4m3/rowwise;scale_format=e8m0;scale_rounding=ceil`.
 
         Raises:
             ValueError: nothing has that name; the message lists the choices.
         """
-        return text if isinstance(text, Recipe) else _parse(text)
+        if isinstance(text, Recipe):
+            return text
+        return _parse(text if isinstance(text, str) else repr(text))
 
     @staticmethod
     def names() -> tuple[str, ...]:
-        """Every string that `parse` knows."""
+        """Every name that `parse` knows."""
         scaled = (f"{fmt}/{scaling}" for fmt in _NARROW for scaling in _SCALED)
-        return (*_ELEMENTS, *scaled, *_MX, *BDR_BITS)
+        return (*_ELEMENTS, *scaled, *_MX, *SHARED_EXPONENT)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _parse(text: str) -> Recipe:
-    if text in _MX:
-        return Recipe(text, _MX[text], "mx32", "e8m0")
-    if text in BDR_BITS:
-        return Recipe(text, text, "bdr16", "e8m0")
-    if text in _ELEMENTS:
-        return Recipe(text, text)
-    fmt, slash, scaling = text.partition("/") if isinstance(text, str) else ("", "", "")
-    if slash and fmt in _NARROW and scaling in _SCALED:
-        return Recipe(text, fmt, scaling)
-    raise ValueError(
-        f"unknown recipe {text!r}; choose a format ({', '.join(_ELEMENTS)}), one of {', '.join(_NARROW)} "
-        f"with /{', /'.join(_SCALED)}, or one of {', '.join((*_MX, *BDR_BITS))}"
-    )
+    name, *changes = text.split(";")
+    fmt, slash, scaling = name.partition("/")
+    if name in _MX:
+        recipe = Recipe(name, _MX[name], "mx32", "e8m0")
+    elif name in SHARED_EXPONENT:
+        recipe = Recipe(name, name, "bdr16", "e8m0")
+    elif name in _ELEMENTS:
+        recipe = Recipe(name, name)
+    elif slash and fmt in _NARROW and scaling in _SCALED:
+        recipe = Recipe(name, fmt, scaling)
+    else:
+        raise ValueError(
+            f"unknown recipe {text!r}; choose a format ({', '.join(_ELEMENTS)}), one of {', '.join(_NARROW)} "
+            f"with /{', /'.join(_SCALED)}, or one of {', '.join((*_MX, *SHARED_EXPONENT))}"
+        )
+    known = [field.name for field in fields(Recipe)][3:]
+    new = {}
+    for change in changes:
+        field, equals, value = change.strip().partition("=")
+        if not equals or field not in known:
+            raise ValueError(f"recipe {text!r}: {change.strip()!r} is no field=value of {', '.join(known)}")
+        new[field] = value
+    name = ";".join([name, *(f"{field}={new[field]}" for field in known if field in new)])
+    return replace(recipe, name=name, **new)

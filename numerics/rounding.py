@@ -20,6 +20,7 @@ def cast(
     rounding: str = "nearest_even",
     overflow: str = "saturate",
     generator: torch.Generator | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Round to the format's grid, unscaled, with a single rounding also from float64.
 
@@ -30,14 +31,15 @@ def cast(
         overflow: `saturate` makes everything beyond the range, infinities too, the greatest value; `nonfinite`
             makes it infinity, or NaN where the format has no infinity.
         generator: Source of the stochastic draws; torch's own when None.
+        out: Tensor of the result's shape and type to write to; may be x where x is of that type.
 
     Returns:
         Values on the grid, float32 (float64 for float64 input). NaN stays NaN; so does a negative value in an
         unsigned format. In a format without a zero, zero becomes the least value.
 
     Raises:
-        TypeError: x is not a floating-point tensor.
-        ValueError: an unknown name, or `nonfinite` for a format that has neither infinity nor NaN.
+        TypeError: x is not a floating-point tensor, or `out` not a tensor of the result's type.
+        ValueError: an unknown name, `nonfinite` for a format that has neither infinity nor NaN, or `out` does not fit.
     """
     fmt = get_format(format)
     _check(rounding, ROUNDINGS, "rounding")
@@ -47,6 +49,8 @@ def cast(
     if overflow == "nonfinite" and not fmt.infinity and fmt.nan_code is None:
         raise ValueError(f"{fmt.name} has no infinity and no NaN; use overflow='saturate'")
     result = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if out is not None:
+        check_out(out, x, x.shape, result, "out", may_be_x=True)
     # Powers of two as small as the grid's step must be representable in the type that we compute in.
     narrow = fmt.min_exponent - fmt.fraction_bits >= -100 and result == torch.float32
     x = x.to(torch.float32 if narrow else torch.float64)
@@ -54,13 +58,7 @@ def cast(
     # Beyond the range the step does not matter; the bound keeps its inverse a normal number.
     step = torch.clamp(step, max=fmt.max_exponent + 1 - fmt.fraction_bits)
     scaled = x * power_of_two(-step, x.dtype)
-    if rounding == "nearest_even":
-        rounded = torch.round(scaled)
-    elif rounding == "toward_zero":
-        rounded = torch.trunc(scaled)
-    else:
-        draws = torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator)
-        rounded = torch.floor(scaled) + (scaled - torch.floor(scaled) > draws)
+    rounded = round_to_integer(scaled, rounding, generator)
     y = rounded * power_of_two(step, x.dtype)
     if overflow == "saturate":
         y = torch.clamp(y, -fmt.max, fmt.max)
@@ -74,7 +72,48 @@ def cast(
         y = torch.where(x < 0, torch.full_like(y, torch.nan), y)
     if not fmt.zero:
         y = torch.where(y < fmt.min_subnormal, torch.full_like(y, fmt.min_subnormal), y)
-    return y.to(result)
+    return y.to(result) if out is None else out.copy_(y)
+
+
+def round_to_integer(x: torch.Tensor, rounding: str, generator: torch.Generator | None) -> torch.Tensor:
+    """Round float32 or float64 to whole numbers; `stochastic` draws from the generator, once per element."""
+    if rounding == "nearest_even":
+        return torch.round(x)
+    if rounding == "toward_zero":
+        return torch.trunc(x)
+    draws = torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator)
+    return torch.floor(x) + (x - torch.floor(x) > draws)
+
+
+def check_out(
+    out: torch.Tensor, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str, *, may_be_x: bool = False
+) -> None:
+    """Refuse an output that what is made from x does not fit in.
+
+    Raises:
+        TypeError: it is no tensor, or one of another dtype.
+        ValueError: its shape or device is another, it requires a gradient, or it shares memory with itself or with x.
+    """
+    if not isinstance(out, torch.Tensor) or out.dtype != dtype:
+        raise TypeError(f"{name} must be a {dtype} tensor, got {getattr(out, 'dtype', type(out).__name__)}")
+    if tuple(out.shape) != tuple(shape) or out.device != x.device:
+        raise ValueError(
+            f"{name} has shape {tuple(out.shape)} on {out.device}; it must have {tuple(shape)} on {x.device}: "
+            "make it with torch.empty"
+        )
+    if out.requires_grad:
+        raise ValueError(f"{name} requires a gradient, and none flows through rounding; pass {name}.detach()")
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        raise ValueError(f"{name} is expanded: its elements share memory; pass {name}.clone()")
+    same = may_be_x and out.data_ptr() == x.data_ptr() and out.stride() == x.stride() and out.dtype == x.dtype
+    if not same and out.numel() and x.numel() and _span(out)[0] < _span(x)[1] and _span(x)[0] < _span(out)[1]:
+        raise ValueError(f"{name} overlaps x in part; pass x itself or memory of its own")
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """First address, and the one after the last."""
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
 
 
 def encode(values: torch.Tensor, format: str | Format) -> torch.Tensor:
@@ -117,12 +156,10 @@ def encode(values: torch.Tensor, format: str | Format) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, format: str | Format) -> torch.Tensor:
-    """float32 values of integer codes (float64 would add nothing: every value of every format is a float32).
-
-    Raises:
-        ValueError: the format has more than 16 bits.
-    """
+    """float32 values of integer codes (float64 would add nothing: every value of every format is a float32)."""
     fmt = get_format(format)
+    if fmt.bits > 16:  # tf32: float32 without its last bits
+        return (codes.to(torch.int32) << (32 - fmt.bits)).view(torch.float32)
     key = (fmt, codes.device)
     if key not in _TABLES:
         _TABLES[key] = torch.from_numpy(fmt.values()).to(torch.float32).to(codes.device)

@@ -149,7 +149,7 @@ def test_operand_noise_of_every_recipe(recipe):
     error = (fake_quantize(values, recipe) - values).double()
     noise = operand_noise(statistics, Recipe.parse(recipe), 2048, 256)
     measured = float(error.square().mean() / values.double().square().mean())
-    tolerance = 0.6 if recipe in ("mx9", "mx6", "mx4") else 0.3
+    tolerance = 0.6 if Recipe.parse(recipe).shared else 0.3
     assert 10 * np.log10(noise.power / measured) == pytest.approx(0, abs=tolerance)
 
 
