@@ -139,9 +139,11 @@ def _from_bits(bits: Any) -> torch.Tensor:
 
 
 def _pieces(x: torch.Tensor, multiple: int) -> Iterator[slice]:
-    """Runs of rows, each a multiple: one per thread where they are used as they lie, else as many as fit a cache."""
+    """Runs of rows, each a multiple: some for each thread where they are used as they lie, else as many as fit a cache."""
     rows, columns = x.shape
-    size = -(-rows // torch.get_num_threads())
+    threads = torch.get_num_threads()
+    # More than one, so that a thread that is kept waiting leaves its share to the others.
+    size = -(-rows // (1 if threads == 1 else 4 * threads))
     if x.dtype != torch.float32 or not x.is_contiguous():
         size = min(size, _PIECE // columns)
     if x.numel() < _PIECE:
