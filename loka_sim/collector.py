@@ -16,9 +16,13 @@ from loka_sim.statistics import SiteStatistics
 from loka_sim.zoo.common import BatchedProduct
 from numerics.collect import StatisticsAccumulator
 from numerics.gradient import SignalAccumulator
+from numerics.pair import RECIPES, PairStatistics, measure_pair
 
 # Rows of one update: a slice of consecutive ones, at a seeded place, so that a long sequence costs no more than a batch.
 MAX_ROWS = 4096
+# How two operands meet is measured on the last batches, and of long sequences on the first samples that fit.
+PAIR_BATCHES = 4
+PAIR_ROWS = 1024
 
 
 class SiteCollector:
@@ -37,6 +41,8 @@ class SiteCollector:
         self._generator = torch.Generator().manual_seed(seed)
         self._accumulators: dict[tuple[str, str], StatisticsAccumulator] = {}
         self._signals: dict[str, SignalAccumulator] = {}
+        self._latest: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._each: dict[str, int] = {}  # rows of a sample
         self._modules = {
             name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, BatchedProduct))
         }
@@ -67,8 +73,27 @@ class SiteCollector:
                 raise ValueError(f"site {name} has no {missing[0]}; run a step with its gradient while collecting")
             records = {role: self._accumulators[name, role].result(self._rank) for role in roles}
             gradient = self._signals[name].result() if name in self._signals else None
-            sites[name] = SiteStatistics(**records, gradient=gradient)
+            sites[name] = SiteStatistics(**records, gradient=gradient, pairs=self._pairs(name))
         return sites
+
+    def _pairs(self, name: str) -> dict[str, PairStatistics]:
+        """How the operands of each pass met in the latest batches, with the weight as it is now."""
+        latest = self._latest.get(name)
+        if not latest:
+            return {}
+        module = self._modules[name]
+        assert isinstance(module, nn.Linear)
+        weight = module.weight.detach()
+        operands = {
+            "output": [(x, weight) for _, x in latest],
+            "grad_input": [(g, weight.T) for g, _ in latest],
+            "grad_weight": [(g.T, x.T) for g, x in latest],
+        }
+        measured = {
+            key: measure_pair(pairs, RECIPES, self._each[name] if key == "grad_weight" else None)
+            for key, pairs in operands.items()
+        }
+        return {key: pair for key, pair in measured.items() if pair is not None}
 
     def _hook(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -89,6 +114,10 @@ class SiteCollector:
         self._update(name, "grad_output", gradient)
         if inputs is not None:
             self._signals.setdefault(name, SignalAccumulator()).update(gradient, inputs)
+            samples = max(PAIR_ROWS // max(gradient[0, ..., 0].numel(), 1), 1)
+            both = gradient.detach()[:samples].flatten(0, -2), inputs[:samples].flatten(0, -2)
+            self._each[name] = gradient[0, ..., 0].numel()
+            self._latest[name] = [*self._latest.get(name, ()), both][-PAIR_BATCHES:]
 
     def _update(self, name: str, role: str, values: Tensor, whole: bool = False) -> None:
         rows = values.detach().flatten(0, -2)

@@ -21,6 +21,7 @@ from loka_sim.files import write_bytes_atomic, write_text_atomic
 from loka_sim.modelspec import ModelSpec
 from numerics.distributions import TensorStatistics
 from numerics.gradient import GradientSignal
+from numerics.pair import PairStatistics
 
 SCHEMA_VERSION = 1
 ARRAYS = "statistics.safetensors"
@@ -39,6 +40,7 @@ class SiteStatistics:
         grad_output: The loss's gradient of the output: rows (M), features N.
         gradient: What g^T x sums to over a batch, for `grad_weight`. None for a product of two activations, whose
             GEMMs are batched (no FP8 kernel runs them), and in folders older than it.
+        pairs: How the operands of each pass meet, by pass; empty where `gradient` is None.
     """
 
     activation: TensorStatistics
@@ -46,6 +48,7 @@ class SiteStatistics:
     weight_transposed: TensorStatistics
     grad_output: TensorStatistics
     gradient: GradientSignal | None = None
+    pairs: dict[str, PairStatistics] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,11 @@ def load(name_or_dir: str | Path) -> Statistics:
     manifest = _read_manifest(folder / MANIFEST)
     records = _unpack(_read_arrays(folder / ARRAYS, manifest["arrays_sha256"]), manifest, folder)
     sites = {
-        name: SiteStatistics(**{role: records[name, role] for role in ROLES}, gradient=_signal(site, name, folder))
+        name: SiteStatistics(
+            **{role: records[name, role] for role in ROLES},
+            gradient=_signal(site, name, folder),
+            pairs=_pairs(site, name, folder),
+        )  # fmt: skip
         for name, site in manifest["sites"].items()
     }
     return Statistics(manifest["model"], manifest["fingerprint"], sites, manifest)
@@ -186,10 +193,10 @@ def _distance(name: str, other: str) -> tuple[int, ...]:
     return tuple(abs(a - b) for a, b in zip(_indices(name), _indices(other), strict=True))
 
 
-def _summary(site: SiteStatistics) -> dict[str, dict[str, float]]:
+def _summary(site: SiteStatistics) -> dict[str, Any]:
     """What a reader of the manifest wants to see of a site, and the few numbers that are kept nowhere else."""
     gradient = asdict(site.gradient).items() if site.gradient is not None else ()
-    summary: dict[str, dict[str, float]] = {
+    summary: dict[str, Any] = {
         role: {
             "rows_seen": record.rows_seen,
             "features": record.features,
@@ -201,7 +208,11 @@ def _summary(site: SiteStatistics) -> dict[str, dict[str, float]]:
         for role in ROLES
         for record in (getattr(site, role),)
     }
-    return summary | ({"gradient": {key: float(f"{value:.6g}") for key, value in gradient}} if gradient else {})
+    if gradient:
+        summary["gradient"] = {key: float(f"{value:.6g}") for key, value in gradient}
+    if site.pairs:
+        summary["pairs"] = {name: pair.to_dict() for name, pair in site.pairs.items()}
+    return summary
 
 
 def _signal(site: dict[str, Any], name: str, folder: Path) -> GradientSignal | None:
@@ -212,6 +223,14 @@ def _signal(site: dict[str, Any], name: str, folder: Path) -> GradientSignal | N
         return GradientSignal(**{key: float(value) for key, value in site["gradient"].items()})
     except (ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{folder / MANIFEST}: gradient of {name} is damaged ({error}); collect the statistics again") from None
+
+
+def _pairs(site: dict[str, Any], name: str, folder: Path) -> dict[str, PairStatistics]:
+    """The site's pairs as its summary has them; none in folders older than they are."""
+    try:
+        return {key: PairStatistics.from_dict(value) for key, value in site.get("pairs", {}).items()}
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{folder / MANIFEST}: pairs of {name} are damaged ({error}); collect the statistics again") from None
 
 
 def _pack(sites: dict[str, SiteStatistics]) -> tuple[dict[str, np.ndarray], dict[str, list[int | str]]]:

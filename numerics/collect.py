@@ -153,14 +153,14 @@ class StatisticsAccumulator:
         with np.errstate(divide="ignore"):
             log = np.log2(magnitude)
             amaxes = {"tensor": np.log2(scale), "column": np.log2(column), "row": np.log2(magnitude.max(1, keepdims=True))}
-            for block in (128, 32):
+            for block in (128, 32, 16):
                 amaxes[f"row{block}"] = np.log2(_block_amax(magnitude, 1, block))
                 amaxes[f"column{block}"] = np.log2(_block_amax(magnitude, block, 1))
             amaxes["tile128"] = np.log2(_block_amax(magnitude, 128, 128))
         lengths = {
             "tensor": x.size, "row": features, "row128": min(features, 128), "row32": min(features, 32),
             "column": x.shape[0], "column128": min(rows, 128), "column32": min(rows, 32),
-            "tile128": min(rows, 128) * min(features, 128),
+            "tile128": min(rows, 128) * min(features, 128), "row16": min(features, 16), "column16": min(rows, 16),
         }  # fmt: skip
         present = magnitude > 0
         energy = np.square(magnitude[present], dtype=np.float64)

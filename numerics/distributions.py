@@ -18,7 +18,9 @@ import numpy as np
 from numerics.normal import normal_quantile
 
 # Scopes that share one scale, and what each spans of a (rows, features) tensor. A profile is kept for each.
-SCOPES = ("tensor", "row", "row128", "row32", "column", "column128", "column32", "tile128")
+SCOPES = ("tensor", "row", "row128", "row32", "column", "column128", "column32", "tile128", "row16", "column16")
+# Records older than the last two scopes take those of blocks of 32 for them.
+_OLDER = [*range(8), SCOPES.index("row32"), SCOPES.index("column32")]
 
 # A profile says where values lie below the amax of their scope: bin 0 is the amax itself (a scaled amax is
 # representable, so it carries no rounding error), then quarter octaves, then all that is further below.
@@ -213,6 +215,9 @@ class TensorStatistics:
         if missing := sorted(names - set(arrays)):
             raise ValueError(f"statistics: no array named {missing[0]}; the record is incomplete, collect it again")
         values: dict[str, Any] = {name: np.asarray(arrays[name], np.float32) for name in names - {"loadings", "header"}}
+        for name in _PROFILES:
+            if len(values[name]) == 8:
+                values[name] = values[name][_OLDER]
         deviation = np.sqrt(np.maximum(values["second_moment"] - np.square(values["mean"]), 1e-38))
         loadings = np.asarray(arrays["loadings"], np.float32)
         if loadings.ndim != 2 or loadings.shape[1:] != deviation.shape or arrays["header"].shape != (2,):

@@ -24,11 +24,11 @@ _ABOVE = 32  # octaves above the format's max where the curve of an unscaled cas
 _SCOPE_OF = {
     "features": {
         "tensorwise": "tensor", "rowwise": "row", "columnwise": "column", "block1x128": "row128",
-        "block128x128": "tile128", "mx32": "row32", "bdr16": "row32",
+        "block128x128": "tile128", "mx32": "row32", "bdr16": "row16",
     },
     "rows": {
         "tensorwise": "tensor", "rowwise": "column", "columnwise": "row", "block1x128": "column128",
-        "block128x128": "tile128", "mx32": "column32", "bdr16": "column32",
+        "block128x128": "tile128", "mx32": "column32", "bdr16": "column16",
     },
 }  # fmt: skip
 # The figures of `OperandNoise` in order, by the power of the value that each is relative to.

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from loka_sim.statistics import SiteStatistics
     from numerics.distributions import TensorStatistics
     from numerics.gradient import GradientSignal
+    from numerics.pair import PairStatistics
 
 
 class Errors:
@@ -41,8 +42,9 @@ class Errors:
             if kernels:
                 left, right = self._operands(shape, name, statistics)
                 signal = statistics.gradient if statistics is not None and name == "grad_weight" else None
+                pair = statistics.pairs.get(name) if statistics is not None else None
                 for kernel in kernels:
-                    result[name, kernel] = self._predict(left, right, shape.gemm(name)[:3], kernel, signal)
+                    result[name, kernel] = self._predict(left, right, shape.gemm(name)[:3], kernel, signal, pair)
         return result
 
     def _operands(
@@ -72,15 +74,15 @@ class Errors:
 
     def _predict(
         self, left: TensorStatistics, right: TensorStatistics, shape: tuple[int, int, int], kernel: str,
-        signal: GradientSignal | None,
+        signal: GradientSignal | None, pair: PairStatistics | None,
     ) -> Accuracy:  # fmt: skip
         spec = KERNELS[kernel]
         assert spec.recipe_a is not None and spec.recipe_b is not None
-        key: tuple[object, ...] = (id(left), id(right), shape, spec.recipe_a, spec.recipe_b, spec.accumulation, signal)
+        key: tuple[object, ...] = (id(left), id(right), shape, spec.recipe_a, spec.recipe_b, spec.accumulation, signal, pair)
         if key not in self._memo:
             from numerics.predict import predict_gemm_error
 
-            error = predict_gemm_error(left, right, shape, spec.recipe_a, spec.recipe_b, spec.accumulation, signal)
+            error = predict_gemm_error(left, right, shape, spec.recipe_a, spec.recipe_b, spec.accumulation, signal, pair=pair)
             self._memo[key] = Accuracy(float(error.mere), float(error.sqnr_db))
             self._kept += [left, right]  # an id stands for its object only while that object lives
         return self._memo[key]
