@@ -105,8 +105,7 @@ def fake_quantize(
         x: As for `quantize`.
         recipe: As for `quantize`.
         amax: As for `quantize`.
-        out: (rows, K) float32 to write to; a new tensor costs the system as much time as the quantization itself. It
-            may be x.
+        out: (rows, K) float32 to write to, which saves the making of a new tensor; it may be x.
         generator: For stochastic rounding.
 
     Raises:
