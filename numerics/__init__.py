@@ -18,10 +18,21 @@ if TYPE_CHECKING:
     from numerics.distributions import sample as sample
     from numerics.errors import GemmError as GemmError
     from numerics.errors import gemm_error as gemm_error
+    from numerics.families import copula as copula
+    from numerics.families import log_normal as log_normal
+    from numerics.families import matrix_normal as matrix_normal
+    from numerics.families import mixture as mixture
+    from numerics.families import relu as relu
+    from numerics.families import student_t as student_t
+    from numerics.families import uniform as uniform
     from numerics.formats import FORMATS as FORMATS
     from numerics.formats import Format as Format
     from numerics.gradient import GradientSignal as GradientSignal
     from numerics.gradient import SignalAccumulator as SignalAccumulator
+    from numerics.monte_carlo import SampledGemmError as SampledGemmError
+    from numerics.monte_carlo import sample_gemm_error as sample_gemm_error
+    from numerics.pair import PairStatistics as PairStatistics
+    from numerics.pair import measure_pair as measure_pair
     from numerics.predict import predict_gemm_error as predict_gemm_error
     from numerics.predict import predict_gemm_errors as predict_gemm_errors
     from numerics.quantization import QuantizedTensor as QuantizedTensor
@@ -38,22 +49,33 @@ _HOMES = {
     "Format": "formats",
     "GemmError": "errors",
     "GradientSignal": "gradient",
+    "PairStatistics": "pair",
     "QuantizedTensor": "quantization",
     "Recipe": "recipe",
+    "SampledGemmError": "monte_carlo",
     "SignalAccumulator": "gradient",
     "StatisticsAccumulator": "collect",
     "TensorStatistics": "distributions",
     "bf16_matmul": "accumulate",
     "cast": "rounding",
+    "copula": "families",
     "estimated_split_k": "tensor_core",
     "fake_quantize": "quantization",
     "fp8_matmul": "accumulate",
     "gaussian": "distributions",
     "gemm_error": "errors",
+    "log_normal": "families",
+    "matrix_normal": "families",
+    "measure_pair": "pair",
+    "mixture": "families",
     "predict_gemm_error": "predict",
     "predict_gemm_errors": "predict",
     "quantize": "quantization",
+    "relu": "families",
     "sample": "distributions",
+    "sample_gemm_error": "monte_carlo",
+    "student_t": "families",
+    "uniform": "families",
 }
 
 __all__ = list(_HOMES)  # noqa: PLE0604

@@ -82,18 +82,22 @@ def _noise(statistics: TensorStatistics, recipe: Recipe, length: int) -> Operand
     weights = np.stack([by_order[order] for order in _ORDERS])
     place = np.roll(statistics.profile_phase[scope].astype(np.float64), round(growth * PHASES))
 
-    def read(half_step: bool) -> np.ndarray:
-        curve = _curve(recipe, place, half_step)
+    def read(half_step: bool, where: np.ndarray) -> np.ndarray:
+        curve = _curve(recipe, where, half_step)
         values = curve.mean(_LOW + growth, _HIGH + growth)
         values[:, 0] = stay * curve.at_amax + (1 - stay) * values[:, 0]
         return (values * weights).sum(1)
 
-    figures = read(False)
     if recipe.shared is not None and recipe.shared.pairs:
-        # A pair halves its step when its other element, too, lies below the block's binade.
-        middle = float(np.arange(PHASES) @ place) / max(float(place.sum()), 1e-30) / PHASES
-        below = 1.0 - counts[: 1 + round(BINS_PER_OCTAVE * middle)].sum()
-        figures += below * (read(True) - figures)
+        # A pair halves its step when its other element, too, lies below the block's binade: the seldomer, the higher
+        # amax stands in its octave.
+        depths = (np.arange(PHASES) + 0.5) / PHASES
+        edges = np.concatenate([[0.0], np.arange(PROFILE_BINS - 1) / BINS_PER_OCTAVE])
+        below = 1.0 - np.interp(depths, edges[1:], np.cumsum(counts)[:-1])
+        halved = float(place @ below) / max(float(place.sum()), 1e-30)
+        figures = halved * read(True, place * below) + (1 - halved) * read(False, place * (1 - below))
+    else:
+        figures = read(False, place)
     return OperandNoise(*(float(value) for value in figures))
 
 
