@@ -7,6 +7,8 @@ first; block scales where a block of 128 ends, with a fused multiply-add into th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from numerics.formats import FORMATS, Format
@@ -36,7 +38,7 @@ def fp8_matmul(
     out_dtype: torch.dtype = torch.float32,
     format_a: str | None = None,
     format_b: str | None = None,
-    split_k: int = 1,
+    split_k: int | Sequence[slice] = 1,
 ) -> torch.Tensor:
     """Multiply a (M, K) by b (N, K) transposed, as the hardware does.
 
@@ -50,8 +52,8 @@ def fp8_matmul(
         out_dtype: The FP32 result is rounded to nearest even into this type.
         format_a: Name in `FORMATS`, when `a` holds codes.
         format_b: The same for `b`.
-        split_k: Parts that the kernel splits K into (whole blocks of 128, as even as they go), summed in FP32 from the
-            first to the last; `numerics.estimated_split_k` says how many cuBLAS takes tensorwise.
+        split_k: How many parts the kernel splits K into (`numerics.tensor_core.split_parts`), or the parts themselves; they
+            are summed in FP32 from the first to the last. `numerics.estimated_split_k` says how many cuBLAS takes tensorwise.
 
     Returns:
         (M, N) of `out_dtype`. NaN and infinities give what IEEE arithmetic gives, as on the hardware.
@@ -67,6 +69,9 @@ def fp8_matmul(
     m, n, k = values_a.shape[0], values_b.shape[0], values_a.shape[1]
     left, _ = _scale(scale_a, m, k, "scale_a", values_a.device)
     right, spread = _scale(scale_b, n, k, "scale_b", values_a.device)
+    if k == _BLOCK and left.ndim + right.ndim == 3:
+        # Beside block scales, a scale a row of a single block is one.
+        left, right = left.reshape(-1, 1), right.reshape(-1, 1)
     blocked = left.ndim == 2 or right.ndim == 2
     if blocked and (left.ndim != 2 or right.ndim != 2):
         raise ValueError("block scales are needed on both operands or on none")
@@ -98,7 +103,7 @@ def bf16_matmul(
     *,
     accumulation: str = "hopper_bf16",
     out_dtype: torch.dtype = torch.float32,
-    split_k: int = 1,
+    split_k: int | Sequence[slice] = 1,
 ) -> torch.Tensor:
     """Multiply bfloat16 a (M, K) by b (N, K) transposed, as the hardware does; arguments as of `fp8_matmul`.
 
@@ -172,18 +177,20 @@ def _product(
     fmt_a: Format,
     fmt_b: Format,
     core: TensorCore,
-    split_k: int,
+    split_k: int | Sequence[slice],
     scales: tuple[torch.Tensor, torch.Tensor, bool] | None,
 ) -> torch.Tensor:
     """Parts of K one after the other, in FP32."""
-    parts = split_parts(a.shape[1], split_k, core.split_block)
+    if isinstance(split_k, int):
+        # With 128 x 128 blocks the kernel takes scales four at a time.
+        split_k = split_parts(a.shape[1], split_k, core.split_block, align=4 if scales is not None and scales[2] else 1)
     if not (bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all())):
         plain = a.to(torch.float64) @ b.to(torch.float64).T
         clean = [torch.where(torch.isfinite(x), x, torch.zeros_like(x)) for x in (a, b)]
         emulated = _product(clean[0], clean[1], fmt_a, fmt_b, core, split_k, scales)
         return torch.where(torch.isfinite(plain), emulated, plain.to(torch.float32))
     total: torch.Tensor | None = None
-    for part in parts:
+    for part in split_k:
         blocks = slice(part.start // _BLOCK, -(-part.stop // _BLOCK))
         some = None if scales is None else (scales[0][:, blocks], scales[1][:, blocks], scales[2])
         summed = _part(a[:, part], b[:, part], fmt_a, fmt_b, core, some)

@@ -23,6 +23,8 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _BLOCK = 8192
 # A row up to this long is held in registers between its amax and its cast.
 _LONGEST_ROW = 16384
+# Elements of the smallest program: the instructions that convert take four values of a thread at once.
+_LEAST = 128
 # Programs of the two-pass kernels; as many partial maxima are reduced by every program of the second pass.
 _PROGRAMS = 1024
 _CHUNKS = 32
@@ -141,7 +143,7 @@ def _launch(x: torch.Tensor, recipe: Recipe, amax: Any, scales: Any, codes: Any,
         length, stride = (columns, x.stride(0)) if recipe.scaling == "rowwise" else (_group(recipe), _group(recipe))
         groups = size // length
         width = triton.next_power_of_2(length)
-        height = min(max(_BLOCK // width, 1), triton.next_power_of_2(groups))
+        height = max(min(max(_BLOCK // width, 1), triton.next_power_of_2(groups)), _LEAST // width)
         run(
             kernels.group_kernel, (triton.cdiv(groups, height),), height * width, x, amax, *outputs, groups, length, stride,
             ROWS=height, WIDTH=width, EVEN=width == length and groups % height == 0, C=constants,
@@ -157,7 +159,7 @@ def run(kernel: Any, grid: tuple[int, ...], elements: int, *arguments: Any, **co
 
 def flat_grid(size: int) -> tuple[int, int]:
     """Elements of one block, and programs, of a pass over a flat tensor."""
-    block = min(_BLOCK, triton.next_power_of_2(size))
+    block = max(min(_BLOCK, triton.next_power_of_2(size)), _LEAST)
     return block, min(triton.cdiv(size, block), _PROGRAMS)
 
 

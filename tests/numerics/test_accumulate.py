@@ -9,7 +9,7 @@ import torch
 from numerics.accumulate import bf16_matmul, fp8_matmul
 from numerics.formats import FORMATS
 from numerics.reference import hopper_dot
-from numerics.tensor_core import estimated_split_k
+from numerics.tensor_core import estimated_split_k, split_parts
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NAMES = {E4M3: "e4m3", E5M2: "e5m2"}
@@ -132,9 +132,11 @@ def test_block_scales_join_at_the_promotion_with_one_rounding(rows):
 
 def test_a_split_k_is_summed_from_its_first_part():
     a, b = draw(6, 1000, E4M3, 20), draw(5, 1000, E4M3, 21)
-    # Eight blocks of 128 in three parts: three, three and what is left.
+    # Eight blocks of 128, the last not whole, in three parts.
     parts = [fp8_matmul(a[:, s], b[:, s], accumulation="hopper_fast") for s in (slice(0, 384), slice(384, 768), slice(768, 1000))]
     assert torch.equal(fp8_matmul(a, b, accumulation="hopper_fast", split_k=3), (parts[0] + parts[1]) + parts[2])
+    assert split_parts(25024, 3, 128)[1] == slice(66 * 128, 132 * 128)  # as on an H200
+    assert split_parts(7296, 2, 128, align=4) == [slice(0, 4096), slice(4096, 7296)]
     with pytest.raises(ValueError, match="split_k = 0; give the number of parts"):
         fp8_matmul(a, b, accumulation="hopper_fast", split_k=0)
 

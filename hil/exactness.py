@@ -1,0 +1,407 @@
+"""Is what `numerics` emulates what this GPU returns? Every kind of GEMM on fresh operands, compared to the last bit.
+
+    python -m hil.exactness --out data/h200 --minutes 3
+
+draws shapes and distributions anew in each run, multiplies on the GPU, emulates sampled outputs (an output depends on one
+row of each operand alone), and writes a row per kernel into `exactness.json`: shapes, outputs compared, outputs that differ.
+cuBLAS splits K where outputs are few and K is long; into how many parts is found out by probing (`measured_parts`), and
+compared with `numerics.estimated_split_k`. `numerics.fidelity` says in words what the rows say in numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from numerics import bf16_matmul, estimated_split_k, fp8_matmul
+from numerics.tensor_core import split_parts
+
+E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+# Rows and columns of a result that are emulated.
+_SAMPLED = 96
+
+DISTRIBUTIONS: dict[str, Callable[[tuple[int, int], torch.Generator], Tensor]] = {
+    "normal": lambda shape, generator: torch.randn(shape, generator=generator),
+    "positive": lambda shape, generator: torch.randn(shape, generator=generator).abs(),
+    "relu": lambda shape, generator: (torch.randn(shape, generator=generator) + 0.2).clamp(min=0),
+    "lognormal": lambda shape, generator: torch.randn(shape, generator=generator).mul(2).exp(),
+    "student-t": lambda shape, generator: (
+        torch.randn(shape, generator=generator) / torch.randn((3, *shape), generator=generator).square().mean(0).sqrt()
+    ),
+    "scaled rows": lambda shape, generator: (
+        torch.randn(shape, generator=generator) * torch.randn((shape[0], 1), generator=generator).mul(3).exp()
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One GEMM on the GPU, and how its sampled outputs compare with the emulator's.
+
+    Attributes:
+        kernel: As in `CASES`.
+        shape: (M, N, K).
+        split_k: Parts that K was split into, as measured; 1 for kernels that never split.
+        estimated: What `numerics.estimated_split_k` says, where it applies.
+        outputs: Outputs compared.
+        unequal: Of them, those that differ in any bit (NaN equals NaN).
+        apart: Relative Frobenius distance to what is emulated without knowing K's parts, where they matter.
+        note: Seed and distributions, to draw the same again.
+    """
+
+    kernel: str
+    shape: tuple[int, int, int]
+    split_k: int
+    estimated: int | None
+    outputs: int
+    unequal: int
+    apart: float
+    note: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of GEMM: how to draw its shape, run it, emulate it.
+
+    Attributes:
+        run: The draw's operands to an (M, N) result on the GPU.
+        emulate: The operands, rows, columns and parts of K to what those outputs should be.
+        dtypes: Of the operands.
+        multiples: M, N and K are multiples of these.
+        split_block: Elements of K in a block that is not split; None where the kernel never splits K.
+        scales: Shapes of the scales, by name: `one`, `rows`, `block`, `tile`, or none.
+    """
+
+    run: Callable[[Draw], Tensor]
+    emulate: Callable[[Draw, Tensor, Tensor, list[slice]], Tensor]
+    dtypes: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3)
+    multiples: tuple[int, int, int] = (16, 16, 16)
+    split_block: int | None = None
+    scales: str = ""
+
+
+@dataclass
+class Draw:
+    """Operands a (M, K) and b (N, K) on the GPU, and their scales."""
+
+    a: Tensor
+    b: Tensor
+    scale_a: Tensor
+    scale_b: Tensor
+    names: list[str] = field(default_factory=list)
+
+
+def draw_operands(case: Case, m: int, n: int, k: int, seed: int) -> Draw:
+    """Values of a random distribution each, sized anywhere from the format's subnormals to its range, and random scales."""
+    chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    names, operands = list[str](), list[Tensor]()
+    for rows, dtype in zip((m, n), case.dtypes, strict=True):
+        names.append(chance.choice(list(DISTRIBUTIONS)))
+        values = DISTRIBUTIONS[names[-1]]((rows, k), generator)
+        if dtype != BF16:
+            top = torch.finfo(dtype).max
+            values = (values * (top * 2.0 ** -chance.uniform(0, 8) / values.abs().max())).clamp(-top, top)
+        operands.append(values.cuda().to(dtype))
+
+    left, right = _scale_shapes(case, m, n, k)
+    scales = [torch.rand(shape, generator=generator).add(0.5).cuda() for shape in (left, right)]
+    if not case.scales:
+        scales = [torch.ones_like(scale) for scale in scales]
+    return Draw(operands[0], operands[1], scales[0], scales[1], names)
+
+
+def _scale_shapes(case: Case, m: int, n: int, k: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return {
+        "": ((), ()), "one": ((), ()), "rows": ((m, 1), (n, 1)), "block": ((m, k // 128), (n, k // 128)),
+        "tile": ((m, k // 128), (n // 128, k // 128)),
+    }[case.scales]  # fmt: skip
+
+
+def measured_parts(case: Case, m: int, n: int, k: int) -> list[slice]:
+    """The parts into which this machine's cuBLAS splits K of an (M, N, K) GEMM.
+
+    Products of 2^16, -2^16 and 2^-18, farther apart than FP32 holds. A row has the first at the start of K, the second in
+    another block, the small one in the block after that: if both large ones are in one part, they cancel there and the small
+    one survives; if not, the second swallows it, in its own part or when parts are added. So the first part's end is found.
+    """
+    block = case.split_block
+    if block is None or k < 3 * block:
+        return [slice(0, k)]
+    blocks, large, small = k // block, 256.0, 2.0**-9
+    # A block's first place is for the large products, its fifth for the small one.
+    b = torch.zeros((n, k), device="cuda")
+    b[:, ::block] = large
+    b[:, 4::block] = small
+
+    def survives(places: Tensor) -> Tensor:
+        a = torch.zeros((m, k), device="cuda")
+        rows = torch.arange(len(places), device="cuda")
+        a[rows, places[:, 0]] = large
+        a[rows, places[:, 1]] = -large
+        a[rows, places[:, 2]] = small
+        left, right = (torch.ones(shape, device="cuda") for shape in _scale_shapes(case, m, n, k))
+        return case.run(Draw(a.to(case.dtypes[0]), b.to(case.dtypes[1]), left, right))[: len(places), 0] != 0
+
+    for start in range(1, blocks - 1, m):
+        others = torch.arange(start, min(start + m, blocks - 1), device="cuda")
+        swallowed = ~survives(torch.stack([0 * others, others * block, (others + 1) * block + 4], 1))
+        if bool(swallowed.any()):
+            length = int(others[swallowed][0]) * block
+            starts = list(range(0, k, length))
+            if starts[-1] == blocks * block:
+                # What fills no block is a part of its own, or left out.
+                rest = torch.tensor([[starts[-1], 1, 2]], device="cuda")
+                starts = starts if bool(survives(rest)[0]) else starts[:-1]
+            return [slice(start, min(start + length, k)) for start in starts]
+    return [slice(0, k)]
+
+
+def compare(name: str, m: int, n: int, k: int, seed: int) -> Result:
+    """Draw operands, multiply on the GPU, emulate sampled rows and columns."""
+    case = CASES[name]
+    parts = measured_parts(case, m, n, k)
+    draw = draw_operands(case, m, n, k, seed)
+    real = case.run(draw)
+    rows = torch.linspace(0, m - 1, min(m, _SAMPLED), device="cuda").long()
+    columns = torch.linspace(0, real.shape[1] - 1, min(real.shape[1], _SAMPLED), device="cuda").long()
+    ours = case.emulate(draw, rows, columns, parts)
+    picked = real[rows][:, columns]
+    same = (picked == ours) | (picked.isnan() & ours.isnan())
+    estimated = estimated_split_k(m, n, k) if case.scales == "one" else None
+    apart = 0.0
+    if len(parts) != (estimated or 1):
+        guess = split_parts(k, estimated or 1, case.split_block or k)
+        blind = case.emulate(draw, rows, columns, guess).double()
+        apart = float((picked.double() - blind).norm() / picked.double().norm())
+    note = f"seed {seed}, {' by '.join(draw.names)}"
+    return Result(name, (m, n, k), len(parts), estimated, picked.numel(), int((~same).sum()), apart, note)
+
+
+def draw_shape(case: Case, seed: int) -> tuple[int, int, int]:
+    """A fresh size: outputs from few to many, K from short to long, every second one of few outputs and a long K."""
+    chance = random.Random(seed)
+    long = chance.random() < 0.5
+    sizes = [2 ** chance.uniform(4, 9.5 if long else 11.5) for _ in range(2)] + [
+        2 ** chance.uniform(*((12, 16.5) if long else (5, 12)))
+    ]
+    m, n, k = (max(1, round(size / multiple)) * multiple for size, multiple in zip(sizes, case.multiples, strict=True))
+    # Of a single block of 128 a scale a row would not say whether it is a row's or a block's.
+    return m, n, max(k, 2 * case.multiples[2])
+
+
+def _pick(x: Tensor, rows: Tensor) -> Tensor:
+    # Indexing has no FP8 kernel: gather the bytes.
+    return x[rows] if x.dtype == BF16 else x.view(torch.uint8)[rows].view(x.dtype)
+
+
+def _run_scaled(draw: Draw, fast: bool, out_dtype: torch.dtype) -> Tensor:
+    return torch._scaled_mm(draw.a, draw.b.t(), draw.scale_a, draw.scale_b.t(), out_dtype=out_dtype, use_fast_accum=fast)
+
+
+def _run_block(draw: Draw, tile: bool) -> Tensor:
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    right = draw.scale_b
+    kind = ScalingType.BlockWise128x128 if tile else ScalingType.BlockWise1x128
+    if tile:
+        # K-major, K's extent padded to a multiple of 4.
+        padded = torch.zeros((right.shape[0], -(-right.shape[1] // 4) * 4), device="cuda")
+        padded[:, : right.shape[1]] = right
+        right = padded.t()
+    else:
+        right = right.t().contiguous().t()
+    left = draw.scale_a.t().contiguous().t()
+    return scaled_mm(draw.a, draw.b.t(), left, ScalingType.BlockWise1x128, right, kind, output_dtype=torch.float32)
+
+
+def _run_grouped(draw: Draw, fast: bool) -> Tensor:
+    """Four groups of rows, each by a weight of its own: (M, N / 4)."""
+    groups = 4
+    m, n, k = draw.a.shape[0], draw.b.shape[0] // groups, draw.a.shape[1]
+    ends = torch.arange(1, groups + 1, device="cuda", dtype=torch.int32) * (m // groups)
+    return torch._scaled_grouped_mm(
+        draw.a, draw.b.view(groups, n, k).transpose(1, 2), draw.scale_a.reshape(-1), draw.scale_b.reshape(groups, n),
+        offs=ends, out_dtype=BF16, use_fast_accum=fast,
+    )  # fmt: skip
+
+
+def _emulate(draw: Draw, rows: Tensor, columns: Tensor, parts: list[slice], accumulation: str, out_dtype: torch.dtype) -> Tensor:
+    left, right = draw.scale_a, draw.scale_b
+    if left.ndim:
+        left = left[rows]
+    if right.ndim and right.shape[0] == draw.b.shape[0]:
+        right = right[columns]
+    elif right.ndim:
+        # Sampled columns of 128 x 128 blocks: 128 rows of b share a scale, so whole blocks are emulated and picked from.
+        whole = _pick(draw.b, torch.arange(draw.b.shape[0], device="cuda"))
+        y = fp8_matmul(
+            _pick(draw.a, rows),
+            whole,
+            accumulation=accumulation,
+            scale_a=left,
+            scale_b=right,
+            split_k=parts,
+            out_dtype=out_dtype,
+        )
+        return y[:, columns]
+    return fp8_matmul(
+        _pick(draw.a, rows), _pick(draw.b, columns), accumulation=accumulation, scale_a=left, scale_b=right,
+        split_k=parts, out_dtype=out_dtype,
+    )  # fmt: skip
+
+
+def _emulate_grouped(draw: Draw, rows: Tensor, columns: Tensor, parts: list[slice], accumulation: str) -> Tensor:
+    """Here a's scale is applied before b's: the product of b and a, transposed."""
+    each, n = draw.a.shape[0] // 4, draw.b.shape[0] // 4
+    swapped = Draw(draw.b, draw.a, draw.scale_b, draw.scale_a)
+    groups = []
+    for group in range(4):
+        mine = rows[(rows // each) == group]
+        groups.append(_emulate(swapped, columns + group * n, mine, parts, accumulation, BF16).T)
+    return torch.cat(groups)
+
+
+def _emulate_bf16(draw: Draw, rows: Tensor, columns: Tensor, parts: list[slice], out_dtype: torch.dtype) -> Tensor:
+    return bf16_matmul(draw.a[rows], draw.b[columns], out_dtype=out_dtype, split_k=parts)
+
+
+def _run_triton(draw: Draw, block_m: int, imprecise: int | None) -> Tensor:
+    from hil.triton_dot import triton_dot
+
+    return triton_dot(draw.a, draw.b, block_m, imprecise)
+
+
+def _scaled(fast: bool, scales: str, dtypes: tuple[torch.dtype, torch.dtype], out_dtype: torch.dtype) -> Case:
+    accumulation = "hopper_fast" if fast else "hopper_split"
+    return Case(
+        partial(_run_scaled, fast=fast, out_dtype=out_dtype), partial(_emulate, accumulation=accumulation, out_dtype=out_dtype),
+        dtypes, split_block=128 if scales == "one" else None, scales=scales,
+    )  # fmt: skip
+
+
+def _triton(block_m: int, imprecise: int | None, accumulation: str) -> Case:
+    return Case(
+        partial(_run_triton, block_m=block_m, imprecise=imprecise),
+        partial(_emulate, accumulation=accumulation, out_dtype=torch.float32), multiples=(64, 64, 128),
+    )  # fmt: skip
+
+
+CASES: dict[str, Case] = {
+    "torch/fp8_tensorwise_fast": _scaled(True, "one", (E4M3, E4M3), BF16),
+    "torch/fp8_tensorwise_fast fp32 out": _scaled(True, "one", (E4M3, E4M3), torch.float32),
+    "torch/fp8_tensorwise_fast e5m2 x e4m3": _scaled(True, "one", (E5M2, E4M3), torch.float32),
+    "torch/fp8_tensorwise_fast e4m3 x e5m2": _scaled(True, "one", (E4M3, E5M2), torch.float32),
+    "torch/fp8_tensorwise_split": _scaled(False, "one", (E4M3, E4M3), BF16),
+    "torch/fp8_tensorwise_split fp32 out": _scaled(False, "one", (E4M3, E4M3), torch.float32),
+    "torch/fp8_tensorwise_split e5m2 x e4m3": _scaled(False, "one", (E5M2, E4M3), torch.float32),
+    "torch/fp8_tensorwise_split e4m3 x e5m2": _scaled(False, "one", (E4M3, E5M2), torch.float32),
+    "torch/fp8_rowwise_fast": _scaled(True, "rows", (E4M3, E4M3), BF16),
+    "torch/fp8_rowwise_split": _scaled(False, "rows", (E4M3, E4M3), BF16),
+    "torch/fp8_block128": Case(
+        partial(_run_block, tile=True), partial(_emulate, accumulation="hopper_split", out_dtype=torch.float32),
+        multiples=(4, 128, 128), split_block=128, scales="tile",
+    ),
+    "torch/fp8_block1x128 x block1x128": Case(
+        partial(_run_block, tile=False), partial(_emulate, accumulation="hopper_split", out_dtype=torch.float32),
+        multiples=(128, 128, 128), split_block=128, scales="block",
+    ),
+    "torch/fp8_grouped_rowwise_fast": Case(
+        partial(_run_grouped, fast=True), partial(_emulate_grouped, accumulation="hopper_fast"),
+        multiples=(64, 64, 16), scales="rows",
+    ),
+    "torch/fp8_grouped_rowwise_split": Case(
+        partial(_run_grouped, fast=False), partial(_emulate_grouped, accumulation="hopper_split"),
+        multiples=(64, 64, 16), scales="rows",
+    ),
+    "torch/bf16": Case(
+        lambda draw: torch.mm(draw.a, draw.b.t(), out_dtype=torch.float32), partial(_emulate_bf16, out_dtype=torch.float32),
+        (BF16, BF16), (8, 8, 8), split_block=64,
+    ),
+    "torch/bf16_batched": Case(
+        lambda draw: torch.bmm(draw.a[None].repeat(3, 1, 1), draw.b[None].repeat(3, 1, 1).mT, out_dtype=torch.float32)[1],
+        partial(_emulate_bf16, out_dtype=torch.float32), (BF16, BF16), (8, 8, 8), split_block=64,
+    ),
+    "triton tl.dot, wgmma, promoted every 128": _triton(64, 128, "hopper_split"),
+    "triton tl.dot, wgmma, never promoted": _triton(64, None, "hopper_fast"),
+    "triton tl.dot, tiles of 16 rows (FP16 mma)": _triton(16, None, "hopper_mma"),
+}  # fmt: skip
+
+
+def summary(results: list[Result]) -> list[dict]:
+    """A row per kernel: shapes, of them split; outputs compared and unequal; how often the estimate of the parts was right."""
+    rows = []
+    for name in CASES:
+        some = [r for r in results if r.kernel == name]
+        if not some:
+            continue
+        row = {
+            "kernel": name, "shapes": len(some), "split_shapes": sum(r.split_k > 1 for r in some),
+            "outputs": sum(r.outputs for r in some), "unequal": sum(r.unequal for r in some),
+            "shapes_with_unequal": sum(r.unequal > 0 for r in some), "most_apart_without_parts": max(r.apart for r in some),
+        }  # fmt: skip
+        guessed = [r for r in some if r.estimated is not None]
+        if guessed:
+            row["split_or_not_right"] = sum(((r.estimated or 1) > 1) == (r.split_k > 1) for r in guessed) / len(guessed)
+            row["split_k_right"] = sum(r.estimated == r.split_k for r in guessed) / len(guessed)
+        rows.append(row)
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Draw and compare until the time is up; 0 when all outputs of all kernels were equal, 1 when not, 3 without a GPU."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, help="folder for exactness.json (default: print only)")
+    parser.add_argument("--minutes", type=float, default=3.0, help="time to spend (default 3)")
+    parser.add_argument("--seed", type=int, help="first seed (default: drawn anew)")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        print("error: hil.exactness needs a CUDA GPU of compute capability 9.0", file=sys.stderr)
+        return 3
+    seed = options.seed if options.seed is not None else random.SystemRandom().getrandbits(40)
+    started, end, results = datetime.now(UTC), time.monotonic() + 60 * options.minutes, list[Result]()
+    while time.monotonic() < end:
+        for name, case in CASES.items():
+            seed += 1
+            results.append(compare(name, *draw_shape(case, seed), seed))
+        print(f"\r{len(results)} GEMMs, {sum(r.unequal for r in results)} unequal outputs", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    rows = summary(results)
+    for row in rows:
+        shapes = f"{row['shapes']:4d} shapes ({row['split_shapes']:3d} split)"
+        print(f"{row['kernel']:46s} {shapes} {row['unequal']:8d} of {row['outputs']:9d} outputs unequal")
+    worst = [asdict(r) for r in sorted(results, key=lambda r: -r.unequal)[:10] if r.unequal]
+    for each in worst:
+        print(each)
+    if options.out:
+        _save(options.out, {"rows": rows, "worst": worst}, started)
+    return int(any(row["unequal"] for row in rows))
+
+
+def _save(folder: Path, content: dict, started: datetime) -> None:
+    from hil.fingerprint import fingerprint
+
+    command = f"python -m hil.exactness {shlex.join(sys.argv[1:])}"
+    record = {
+        "schema_version": 1, "method": (__doc__ or "").split("\n")[0], "command": command,
+        "started": started.strftime("%Y-%m-%dT%H:%M:%SZ"), **content, "machine": fingerprint(),
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / ".exactness.json.part"
+    temporary.write_text(json.dumps(record, indent=1) + "\n")
+    temporary.replace(folder / "exactness.json")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""How true the emulation of a kernel is: equal to the last bit, close with a bound, or not known.
+
+Measured on an H200 (torch 2.11, CUDA 13.0, triton 3.6) by `python -m hil.exactness`, which draws shapes, distributions and
+scales anew each time; `data/h200/exactness.json` has its rows. Equal there covers fast and split accumulation, e4m3 x e4m3,
+e4m3 x e5m2 and e5m2 x e4m3, FP32 and bf16 results; NaN, infinities and scales that are zero, negative, subnormal, huge or not
+finite are compared by `tests/gpu/test_accumulate.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LEVELS = ("exact", "close", "unknown")
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """What is known of a kernel's emulation.
+
+    Attributes:
+        level: `exact`: every output compared was equal to the last bit. `close`: equal once the parts are known that cuBLAS
+            splits K into; without them within `bound`. `unknown`: not compared.
+        bound: Largest relative Frobenius distance seen to what is emulated without knowing the parts; None for unknown.
+        note: In words.
+    """
+
+    level: str
+    bound: float | None
+    note: str
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """Where cuBLAS may split K: beyond so many elements, while there are fewer outputs; and what that costs a blind emulation."""
+
+    longest_whole: int | None = None
+    most_outputs: int = 0
+    bound: float = 0.0
+    note: str = ""
+
+
+_PARTS = "exact given K's parts, which cuBLAS sums apart where outputs are few and K is long"
+_KERNELS: dict[str, _Kernel] = {
+    "torch/fp8_tensorwise_fast": _Kernel(5120, 132 * 64 * 32, 0.0, f"{_PARTS}; estimated_split_k says how many"),
+    "torch/fp8_tensorwise_split": _Kernel(5120, 132 * 64 * 32, 0.0, f"{_PARTS}; estimated_split_k says how many"),
+    "torch/fp8_rowwise_fast": _Kernel(),
+    "torch/fp8_rowwise_split": _Kernel(),
+    "torch/fp8_block128": _Kernel(5120, 132 * 64 * 32, 0.0, _PARTS),
+    "torch/fp8_grouped_rowwise_fast": _Kernel(note="a's scale is applied before b's: emulate b by a"),
+    "torch/fp8_grouped_rowwise_split": _Kernel(note="a's scale is applied before b's: emulate b by a"),
+    "torch/bf16": _Kernel(2560, 2**21, 0.0, f"{_PARTS}; as bf16_matmul"),
+    "torch/bf16_batched": _Kernel(note="as bf16_matmul"),
+}
+
+
+def fidelity(kernel: str, shape: tuple[int, int, int] | None = None) -> Fidelity:
+    """How true `numerics` is to a kernel.
+
+    Args:
+        kernel: Its name, as in `perfmodel.KERNELS`; any other is unknown.
+        shape: (M, N, K), to tell where K may be split; None for any.
+    """
+    if kernel not in _KERNELS:
+        return Fidelity("unknown", None, "not compared with the hardware")
+    found = _KERNELS[kernel]
+    if found.longest_whole is None:
+        return Fidelity("exact", 0.0, found.note or "equal on all shapes compared")
+    if shape is not None and (shape[2] <= found.longest_whole or shape[0] * shape[1] > found.most_outputs):
+        return Fidelity("exact", 0.0, "K is not split")
+    return Fidelity("close", found.bound, found.note)
