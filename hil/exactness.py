@@ -57,7 +57,8 @@ class Result:
         estimated: What `numerics.estimated_split_k` says, where it applies.
         outputs: Outputs compared.
         unequal: Of them, those that differ in any bit (NaN equals NaN).
-        apart: Relative Frobenius distance to what is emulated without knowing K's parts, where they matter.
+        left_out: Elements of K that are in no part.
+        apart: Relative Frobenius distance to what is emulated without knowing K's parts, where none is left out.
         note: Seed and distributions, to draw the same again.
     """
 
@@ -67,6 +68,7 @@ class Result:
     estimated: int | None
     outputs: int
     unequal: int
+    left_out: int
     apart: float
     note: str
 
@@ -180,13 +182,13 @@ def compare(name: str, m: int, n: int, k: int, seed: int) -> Result:
     picked = real[rows][:, columns]
     same = (picked == ours) | (picked.isnan() & ours.isnan())
     estimated = estimated_split_k(m, n, k) if case.scales == "one" else None
-    apart = 0.0
-    if len(parts) != (estimated or 1):
+    left_out, apart = k - parts[-1].stop, 0.0
+    if len(parts) != (estimated or 1) and not left_out:
         guess = split_parts(k, estimated or 1, case.split_block or k)
         blind = case.emulate(draw, rows, columns, guess).double()
         apart = float((picked.double() - blind).norm() / picked.double().norm())
     note = f"seed {seed}, {' by '.join(draw.names)}"
-    return Result(name, (m, n, k), len(parts), estimated, picked.numel(), int((~same).sum()), apart, note)
+    return Result(name, (m, n, k), len(parts), estimated, picked.numel(), int((~same).sum()), left_out, apart, note)
 
 
 def draw_shape(case: Case, seed: int) -> tuple[int, int, int]:
@@ -350,6 +352,7 @@ def summary(results: list[Result]) -> list[dict]:
             "kernel": name, "shapes": len(some), "split_shapes": sum(r.split_k > 1 for r in some),
             "outputs": sum(r.outputs for r in some), "unequal": sum(r.unequal for r in some),
             "shapes_with_unequal": sum(r.unequal > 0 for r in some), "most_apart_without_parts": max(r.apart for r in some),
+            "shapes_with_k_left_out": sum(r.left_out > 0 for r in some),
         }  # fmt: skip
         guessed = [r for r in some if r.estimated is not None]
         if guessed:

@@ -42,10 +42,13 @@ if TYPE_CHECKING:
     from numerics.rounding import cast as cast
     from numerics.scaling import AmaxHistory as AmaxHistory
     from numerics.tensor_core import estimated_split_k as estimated_split_k
+    from numerics.verified import Fidelity as Fidelity
+    from numerics.verified import fidelity as fidelity
 
 _HOMES = {
     "AmaxHistory": "scaling",
     "FORMATS": "formats",
+    "Fidelity": "verified",
     "Format": "formats",
     "GemmError": "errors",
     "GradientSignal": "gradient",
@@ -61,6 +64,7 @@ _HOMES = {
     "copula": "families",
     "estimated_split_k": "tensor_core",
     "fake_quantize": "quantization",
+    "fidelity": "verified",
     "fp8_matmul": "accumulate",
     "gaussian": "distributions",
     "gemm_error": "errors",

@@ -1,6 +1,6 @@
 """What a tensor core makes of quantized operands: matrix products with Hopper's accumulation, bit for bit.
 
-The arithmetic is that of `numerics.tensor_core`; what of it has been compared with which kernel is in `numerics.fidelity`.
+The arithmetic is that of `numerics.tensor_core`; what of it has been compared with which kernel is in `numerics.verified`.
 Scales are applied in FP32 as the kernels do: one for each operand as their product; rows' scales one after the other, b's
 first; block scales where a block of 128 ends, with a fused multiply-add into the FP32 sum.
 """

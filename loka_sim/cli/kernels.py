@@ -16,22 +16,31 @@ def add(verbs: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List kernel names, recipes and legality."""
+    """List kernel names, recipes, legality, and how true the emulation of each GEMM is."""
     from loka_sim.cli.output import print_json, table
+    from numerics import fidelity
     from perfmodel.kernels import KERNELS
 
     if arguments.json:
-        rows = [{**vars(spec), "min_capability": list(spec.min_capability)} for spec in KERNELS.values()]
+        rows = [
+            {
+                **vars(spec),
+                "min_capability": list(spec.min_capability),
+                "emulation": vars(fidelity(spec.name)) if spec.recipe_a else None,
+            }
+            for spec in KERNELS.values()
+        ]
         print_json({"schema_version": 1, "kind": "loka-sim/kernels", "kernels": rows})
         return 0
-    gemms: list[tuple[str, ...]] = [("GEMM kernel", "left operand", "right operand", "accumulation", "multiples of")]
+    gemms: list[tuple[str, ...]] = [("GEMM kernel", "left operand", "right operand", "accumulation", "emulated", "multiples of")]
     others: list[tuple[str, ...]] = [("other kernel", "kind", "multiples of")]
     for spec in KERNELS.values():
         multiples = [(letter, getattr(spec, f"multiple_{letter.lower()}")) for letter in "MNK"]
-        wanted = ", ".join(f"{letter} {size}" for letter, size in multiples if size > 1)
+        wanted = " ".join(f"{letter}{size}" for letter, size in multiples if size > 1)
         if spec.recipe_a and spec.recipe_b:
-            gemms.append((spec.name, spec.recipe_a, spec.recipe_b, spec.accumulation, wanted))
+            level = fidelity(spec.name).level
+            gemms.append((spec.name, spec.recipe_a, spec.recipe_b, spec.accumulation, level, wanted))
         else:
             others.append((spec.name, spec.kind, wanted))
-    print("\n".join([*table(gemms, "lllll", indent=0), "", *table(others, "lll", indent=0)]))
+    print("\n".join([*table(gemms, "llllll", indent=0), "", *table(others, "lll", indent=0)]))
     return 0

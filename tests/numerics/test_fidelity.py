@@ -1,0 +1,32 @@
+"""What is said of each kernel's emulation agrees with what was measured, and says `unknown` of everything else."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from numerics import fidelity
+
+MEASURED = Path(__file__).resolve().parents[2] / "data" / "h200" / "exactness.json"
+
+
+def test_a_kernel_that_was_not_compared_is_unknown():
+    assert fidelity("deep_gemm/fp8_block128").level == "unknown" and fidelity("deep_gemm/fp8_block128").bound is None
+
+
+def test_where_k_is_not_split_a_kernel_is_exact():
+    assert fidelity("torch/fp8_rowwise_fast").level == "exact"
+    assert fidelity("torch/fp8_tensorwise_fast").level == "close"
+    assert fidelity("torch/fp8_tensorwise_fast", (256, 256, 4096)).level == "exact"
+    assert fidelity("torch/fp8_tensorwise_fast", (4096, 4096, 65536)).level == "exact"
+    assert fidelity("torch/fp8_tensorwise_fast", (64, 64, 65536)).level == "close"
+
+
+@pytest.mark.parametrize("row", json.loads(MEASURED.read_text())["rows"], ids=lambda row: row["kernel"])
+def test_measurements_bear_it_out(row):
+    """Every output equal; no distance above the bound that is stated for a blind emulation."""
+    assert row["outputs"] > 100_000 and row["unequal"] == 0
+    stated = fidelity(row["kernel"].split()[0])
+    if row["kernel"].startswith("torch/") and " " not in row["kernel"]:
+        assert stated.level == ("close" if row["split_shapes"] else "exact")
+        assert row["most_apart_without_parts"] <= stated.bound
