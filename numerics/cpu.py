@@ -157,9 +157,15 @@ def _map(call: Callable[[slice], Any], pieces: list[slice]) -> list[Any]:
     threads = min(torch.get_num_threads(), len(pieces))
     if threads == 1:
         return [call(piece) for piece in pieces]
-    # Made anew for each call: threads that wait would not survive a fork, and cost less than a piece to start.
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(call, pieces))
+    todo = iter(pieces)
+
+    def work() -> list[Any]:
+        return [call(piece) for piece in todo]  # the threads take turns
+
+    # Made anew for each call: threads that wait would not survive a fork. This one works too, not only waits.
+    with ThreadPoolExecutor(threads - 1) as pool:
+        helpers = [pool.submit(work) for _ in range(threads - 1)]
+        return [*work(), *(result for helper in helpers for result in helper.result())]
 
 
 @functools.cache
