@@ -9,6 +9,8 @@ summed over the batches, MERE averaged. For each pass a row per prediction:
 - `pairs`: all that is collected of the site: either operand's statistics and how they meet (`numerics.pair`, `.gradient`);
 - `operands`: the statistics of the two operands alone;
 - `same`: `pairs` collected on the very tensors that are measured: the method's own error, without the shift to new samples;
+- `sums` (grad_weight): `pairs`, told besides how large the measured batches' sums are, which nobody knows beforehand: what
+  is left is the error of the noise;
 - `gaussian`: independent normal values of the same widths.
 
 The gap in SQNR: median, 95th percentile, share within half a decibel, median with its sign; the gap in MERE: median, share
@@ -37,7 +39,7 @@ from loka_sim.datasets.base import Batch, Dataset, FrequentOnly, frequent
 from loka_sim.errors import LokaSimError, UserError
 from loka_sim.statistics import SiteStatistics
 from loka_sim.training import SMALL, TrainingConfig, tensors, train
-from numerics import GemmError, TensorStatistics, gaussian, gemm_error, predict_gemm_error
+from numerics import GemmError, GradientSignal, TensorStatistics, gaussian, gemm_error, predict_gemm_error
 
 Kernel = tuple[str, str, str]
 KERNELS: tuple[Kernel, ...] = (
@@ -54,7 +56,7 @@ MORE: tuple[Kernel, ...] = (
     *((name, name, "fp32") for name in ("mxfp8_e4m3", "mxfp6_e2m3", "mxfp4", "mxint8", "mx9", "mx6", "msfp12")),
 )
 PASSES = ("output", "grad_input", "grad_weight")
-VARIANTS = ("pairs", "operands", "same", "gaussian")
+VARIANTS = ("pairs", "operands", "same", "sums", "gaussian")
 # Rows of a batch, in whole samples: every output of them is measured, since the luck of a weight is in all of its rows.
 MAX_ROWS = 1024
 # Batches for the passes whose outputs are single rows: one batch has many of them already.
@@ -69,11 +71,13 @@ class Measured:
         sqnr_db: Of the batches' summed powers.
         mere: Their mean.
         stray_db: Median over batches of how far a batch's own SQNR is from `sqnr_db`.
+        sums: Mean square of an output over that of independent products.
     """
 
     sqnr_db: float
     mere: float
     stray_db: float
+    sums: float
 
 
 @dataclass(frozen=True)
@@ -136,8 +140,9 @@ def padded(x: Tensor, rows: bool) -> Tensor:
 
 def of_batches(pairs: list[tuple[Tensor, Tensor]], kernel: Kernel) -> Measured:
     """Measure a GEMM of each batch."""
-    errors, signal = [], []
+    errors, signal, independent = [], [], 0.0
     for a, b in pairs:
+        independent += a.shape[1] * float(a.double().square().mean() * b.double().square().mean())
         signal.append(float((a.double() @ b.double().T).square().mean()))
         outputs = a.shape[0] * b.shape[0]
         if any(word in name for name in kernel[:2] for word in ("block", "mx", "msfp")):
@@ -148,7 +153,7 @@ def of_batches(pairs: list[tuple[Tensor, Tensor]], kernel: Kernel) -> Measured:
     noise = [power * error.relative_frobenius**2 for power, error in zip(signal, errors, strict=True)]
     total = 10 * np.log10(sum(signal) / sum(noise))
     stray = np.median([abs(error.sqnr_db - total) for error in errors])
-    return Measured(float(total), float(np.mean([error.mere for error in errors])), float(stray))
+    return Measured(float(total), float(np.mean([error.mere for error in errors])), float(stray), sum(signal) / independent)
 
 
 def oriented(kept: SiteStatistics, name: str) -> tuple[TensorStatistics, TensorStatistics]:
@@ -161,18 +166,23 @@ def oriented(kept: SiteStatistics, name: str) -> tuple[TensorStatistics, TensorS
 
 
 def predictions(
-    name: str, shape: tuple[int, int, int], kernel: Kernel, kept: SiteStatistics, same: SiteStatistics
+    name: str, shape: tuple[int, int, int], kernel: Kernel, kept: SiteStatistics, same: SiteStatistics, sums: float
 ) -> dict[str, GemmError]:
     """One pass under one kernel in each of `VARIANTS`."""
 
-    def with_pairs(statistics: SiteStatistics) -> GemmError:
-        signal = statistics.gradient if name == "grad_weight" else None
+    def with_pairs(statistics: SiteStatistics, signal: GradientSignal | None = None) -> GemmError:
+        signal = signal or (statistics.gradient if name == "grad_weight" else None)
         return predict_gemm_error(*oriented(statistics, name), shape, *kernel, signal, pair=statistics.pairs.get(name))
 
     plain = (
         [gaussian(shape[0]).along_rows(), gaussian(shape[1]).along_rows()] if name == "grad_weight" else [gaussian(shape[2])] * 2
     )
-    return {
+    known = {}
+    if name == "grad_weight" and kept.gradient is not None:
+        known["sums"] = with_pairs(kept, GradientSignal(kept.gradient.independent, sums, 0.0))
+    elif name == "grad_weight":
+        known["sums"] = with_pairs(kept)
+    return known | {
         "pairs": with_pairs(kept),
         "operands": predict_gemm_error(*oriented(kept, name), shape, *kernel),
         "same": with_pairs(same),
@@ -200,8 +210,9 @@ def compare(
         if min(shape) < 8:
             continue
         for kernel in kernels:
-            predicted = predictions(name, shape, kernel, kept, same)
-            found.append(Comparison(model, site, name, kernel, of_batches(pairs, kernel), predicted))
+            measured = of_batches(pairs, kernel)
+            predicted = predictions(name, shape, kernel, kept, same, measured.sums)
+            found.append(Comparison(model, site, name, kernel, measured, predicted))
     return found
 
 
@@ -233,7 +244,7 @@ def table(rows: list[Comparison]) -> str:
     ]
     for name in PASSES:
         some = [row for row in rows if row.name == name]
-        for variant in VARIANTS if some else ():
+        for variant in (variant for variant in VARIANTS if some and variant in some[0].predicted):
             signed = np.array([row.predicted[variant].sqnr_db - row.measured.sqnr_db for row in some])
             gap = np.abs(signed)
             mere = np.abs([row.predicted[variant].mere / row.measured.mere - 1 for row in some])
