@@ -135,6 +135,8 @@ class TensorStatistics:
             view = dataclasses.replace(self, contraction=contraction, _views={})
             # Each orientation keeps the other, so that memos keyed by identity are found again.
             view._views[self.contraction] = self
+            if "origin" in self._views:
+                view._views["origin"] = self._views["origin"]._with_contraction(contraction)
             self._views[contraction] = view
         return self._views[contraction]
 
@@ -155,12 +157,19 @@ class TensorStatistics:
             raise ValueError(f"statistics: cannot resize to {features} features; give a positive number")
         if features == self.features:
             return self
+        if self.origin is not self:
+            return self.origin.resized(features)
         if features not in self._views:
             index = np.arange(features) * self.features // features
             base = self._with_lasting_coherence()
             vectors: dict[str, Any] = {name: getattr(base, name)[index] for name in _VECTORS}
-            self._views[features] = dataclasses.replace(self, **vectors, factor=base.factor[:, index], _views={})
+            self._views[features] = dataclasses.replace(self, **vectors, factor=base.factor[:, index], _views={"origin": self})
         return self._views[features]
+
+    @property
+    def origin(self) -> TensorStatistics:
+        """The record as it was measured or made, of one that was resized; others are their own."""
+        return self._views.get("origin", self)
 
     def _with_lasting_coherence(self) -> TensorStatistics:
         """The record without coherence that is chance or one feature's own; that variance becomes independent."""

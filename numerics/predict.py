@@ -36,6 +36,8 @@ from numerics.recipe import Recipe
 _SIZES = np.exp2(np.linspace(-12.0, 2.75, 148))
 _MIDDLE = np.sqrt(_SIZES[1:] * _SIZES[:-1])
 _WIDTH = np.diff(_SIZES)
+# Records that are stretched are so up to here; beyond it a feature stands for several of its kind.
+_WIDEST = 2**14
 _POINTS = normal_quantile((np.arange(32) + 0.5) / 32)
 
 
@@ -100,7 +102,7 @@ def _predict(
     over_features = a.contraction == "features"
     if over_features and signal is not None:
         raise ValueError("a gradient's signal belongs to operands contracted along rows; orient both by along_rows()")
-    a, b = (a.resized(k), b.resized(k)) if over_features else (a.resized(m), b.resized(n))
+    a, b = a.resized(_width(k if over_features else m, a, b)), b.resized(_width(k if over_features else n, a, b))
     if pair is not None and over_features and pair.shape[1:] != (n, k):
         pair = None
     outputs = _outputs(a, b, k, signal, pair.power if pair is not None and over_features else None)
@@ -141,6 +143,11 @@ def _predict(
     )
 
 
+def _width(features: int, a: TensorStatistics, b: TensorStatistics) -> int:
+    """How wide records are made for an axis of so many features: no wider than was measured, or than serves."""
+    return min(features, max(_WIDEST, a.origin.features, b.origin.features))
+
+
 @functools.lru_cache(maxsize=16384)
 def _outputs(
     a: TensorStatistics, b: TensorStatistics, k: int, signal: GradientSignal | None = None, seen: float | None = None
@@ -163,15 +170,17 @@ def _outputs(
             mean = math.copysign(min(abs(mean), k * math.sqrt(independent / k * signal.quadratic), math.sqrt(power)), mean)
             return Outputs(mean, power, independent * signal.independent, k)
         return Outputs(mean, max(independent + k * (k - 1.0) * pairs, mean**2), independent, k)
+    stand = k / a.features
     shared_a = np.concatenate([mean_a[None], a.factor.astype(np.float64)])
     shared_b = np.concatenate([mean_b[None], b.factor.astype(np.float64)])
     diagonal_a, diagonal_b = np.square(shared_a).sum(0), np.square(shared_b).sum(0)
-    independent = float(second_a @ second_b)
-    mean = float(mean_a @ mean_b)
+    independent = stand * float(second_a @ second_b)
+    mean = stand * float(mean_a @ mean_b)
     if seen is not None:
         power = seen * independent
         return Outputs(math.copysign(min(abs(mean), math.sqrt(power)), mean), power, independent, k)
-    power = float(np.square(shared_a @ shared_b.T).sum()) + independent - float(diagonal_a @ diagonal_b)
+    coherent = stand**2 * float(np.square(shared_a @ shared_b.T).sum())
+    power = coherent + independent - stand * float(diagonal_a @ diagonal_b)
     return Outputs(mean, max(power, mean**2, 0.0), independent, k)
 
 
@@ -255,7 +264,7 @@ def _rows(a: TensorStatistics, b: TensorStatistics, outputs: Outputs) -> tuple[n
     count = float(outputs.k)
     if a.contraction == "features":
         product = a.second_moment.astype(np.float64) * b.second_moment.astype(np.float64)
-        count = float(product.sum()) ** 2 / max(float(np.square(product).sum()), 1e-300)
+        count = outputs.k / a.features * float(product.sum()) ** 2 / max(float(np.square(product).sum()), 1e-300)
     return spread, min(max(coupling, 1.0 / count), 1.0)
 
 

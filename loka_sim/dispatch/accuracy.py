@@ -40,37 +40,33 @@ class Errors:
         for name in shape.names:
             kernels = legal_fp8(shape, name, self.capability)
             if kernels:
-                left, right = self._operands(shape, name, statistics)
+                left, right = self._operands(name, statistics)
                 signal = statistics.gradient if statistics is not None and name == "grad_weight" else None
                 pair = statistics.pairs.get(name) if statistics is not None else None
                 for kernel in kernels:
                     result[name, kernel] = self._predict(left, right, shape.gemm(name)[:3], kernel, signal, pair)
         return result
 
-    def _operands(
-        self, shape: SiteShape, name: str, statistics: SiteStatistics | None
-    ) -> tuple[TensorStatistics, TensorStatistics]:
-        """Left and right operand of a pass, oriented along its contraction, as wide as the site."""
-        _, n, k, _ = shape.gemm("output")
+    def _operands(self, name: str, statistics: SiteStatistics | None) -> tuple[TensorStatistics, TensorStatistics]:
+        """Left and right operand of a pass, oriented along its contraction, as wide as they were measured."""
         if statistics is None:
-            x, g = self._gaussian(k), self._gaussian(n)
-            w, w_transposed = x, g
+            x = g = w = w_transposed = self._gaussian()
         else:
             x, g = statistics.activation, statistics.grad_output
             w, w_transposed = statistics.weight, statistics.weight_transposed
         if name == "output":
-            return x.resized(k).along_features(), w.resized(k).along_features()
+            return x.along_features(), w.along_features()
         if name == "grad_input":
-            return g.resized(n).along_features(), w_transposed.resized(n).along_features()
-        return g.resized(n).along_rows(), x.resized(k).along_rows()
+            return g.along_features(), w_transposed.along_features()
+        return g.along_rows(), x.along_rows()
 
-    def _gaussian(self, features: int) -> TensorStatistics:
-        """Independent standard normal values; all widths are one record resized, since all features are alike."""
+    def _gaussian(self) -> TensorStatistics:
+        """Independent standard normal values; one record for all widths, since all features are alike."""
         if self._normal is None:
             from numerics.distributions import gaussian
 
             self._normal = gaussian(128)
-        return self._normal.resized(features)
+        return self._normal
 
     def _predict(
         self, left: TensorStatistics, right: TensorStatistics, shape: tuple[int, int, int], kernel: str,

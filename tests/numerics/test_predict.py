@@ -203,6 +203,17 @@ def test_errors_name_what_is_wrong():
     assert len(SCOPES) == len(a.profile_counts)
 
 
+def test_very_long_sums_need_no_long_records(monkeypatch):
+    rng = RNG(12)
+    a, b = collect(correlated(rng, 512, 96)), collect(shifted(rng, 512, 96))
+    kernel, shape = ("e4m3/rowwise", "e4m3/rowwise", "hopper_split"), (512, 512, 2**17)
+    short = predict_gemm_error(a, b, shape, *kernel)
+    assert max(x for x in a._views if isinstance(x, int)) == 2**14
+    monkeypatch.setattr("numerics.predict._WIDEST", 2**20)
+    whole = predict_gemm_error(a, b, (513, 512, 2**17), *kernel)
+    assert short.sqnr_db == pytest.approx(whole.sqnr_db, abs=0.1) and short.mere == pytest.approx(whole.mere, rel=0.03)
+
+
 def test_a_thousand_predictions_are_quick():
     a, b = collect(relu(RNG(10), 512, 256)), collect(normal(RNG(11), 512, 256))
     kernels = FP8
