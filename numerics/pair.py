@@ -2,7 +2,7 @@
 
 `numerics.predict` takes rounding errors as independent from element to element. That is so on average over weights, and
 off for any one: activations of a trained model lie near a line, so what the errors of a weight make of them is the luck of
-a few sums (0.5 dB in the median on small models, up to 2 dB), and as fixed as the weight is. And rows that are alike,
+a few sums (a third of a decibel in the median on small models, up to 2 dB), as fixed as the weight is. And rows that are alike,
 positions of one sequence, have like errors, which add up in a weight gradient as the signal does (up to 8 dB).
 
 So the noise of either operand's rounding is measured, recipe by recipe, on a few batches when statistics are collected.
