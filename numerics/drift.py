@@ -67,9 +67,15 @@ class Outputs:
 
 
 def drift(
-    a: TensorStatistics, b: TensorStatistics, outputs: Outputs, accumulation: str, fraction_bits: int, coupling: float = 0.0
+    a: TensorStatistics,
+    b: TensorStatistics,
+    outputs: Outputs,
+    accumulation: str,
+    fraction_bits: int,
+    coupling: float = 0.0,
+    split_k: int = 1,
 ) -> Drift:
-    """The error of `hopper_fast` or `hopper_split`; none for the other accumulations.
+    """The error of `hopper_fast` or `hopper_split`; none for the other accumulations, which keep FP32's bits.
 
     Args:
         a: Left operand.
@@ -78,14 +84,15 @@ def drift(
         accumulation: As in `numerics.fp8_matmul`.
         fraction_bits: Fraction bits of both formats together (6 for two e4m3).
         coupling: How far the products' power follows y^2: rows that are large make both large.
+        split_k: Parts of K that are summed apart.
     """
-    if not accumulation.startswith("hopper") or outputs.independent <= 0 or outputs.power <= 0:
+    if accumulation not in ("hopper_fast", "hopper_split") or outputs.independent <= 0 or outputs.power <= 0:
         return Drift(0.0, 0.0)
     products = _products(a, b, fraction_bits)
     unit = math.sqrt(outputs.independent / outputs.k)  # root mean square of a product
     mean = outputs.mean / unit
     deviation = math.sqrt(max(outputs.power - outputs.mean**2, 0.0)) / unit
-    chains = max(outputs.k / PROMOTION, 1.0) if accumulation == "hopper_split" else 1.0
+    chains = max(outputs.k / PROMOTION, 1.0) if accumulation == "hopper_split" else float(split_k)
     steps = max(math.ceil(outputs.k / chains / GROUP), 1)
     # Of a chain, given the whole: its part of y, and the spread of an independent part around it.
     outcomes = mean + deviation * _OUTCOMES
