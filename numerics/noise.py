@@ -210,19 +210,20 @@ def _errors(values: np.ndarray, recipe: Recipe, half_step: bool) -> tuple[np.nda
     if recipe.format in BDR_BITS:
         bits = BDR_BITS[recipe.format]
         step = np.where(values < 2.0 ** (bits - 1), 0.5 if half_step else 1.0, 1.0)
-        rounded = np.minimum(np.rint(values / step), 2.0**bits - 1) * step
-        overflow = np.zeros_like(values)
+        rounded = np.minimum((np.trunc if recipe.rounding == "toward_zero" else np.rint)(values / step), 2.0**bits - 1) * step
+        overflow, most = np.zeros_like(values), 2.0**bits - 1
     else:
-        rounded, overflow = round_magnitudes(values, recipe.element, recipe.rounding)
-    error = rounded / values - 1.0
-    power = np.square(error)
-    if recipe.rounding == "stochastic" and recipe.format not in BDR_BITS:
-        # Mean square f (1 - f) of a step at distance f from the value below, and no bias.
         fmt = recipe.element
         step = np.exp2(np.maximum(np.floor(np.log2(values)), fmt.min_exponent) - fmt.fraction_bits)
+        rounded, overflow = round_magnitudes(values, fmt, recipe.rounding)
+        most = fmt.max
+    error = rounded / values - 1.0
+    power = np.square(error)
+    if recipe.rounding == "stochastic":
+        # Mean square f (1 - f) of a step at distance f from the value below, and no bias.
         part = values / step - np.floor(values / step)
-        power = np.where(values < fmt.max, part * (1 - part) * np.square(step / values), power)
-        error = np.where(values < fmt.max, 0.0, error)
+        power = np.where(values < most, part * (1 - part) * np.square(step / values), power)
+        error = np.where(values < most, 0.0, error)
     return power, -error, -error, (rounded == 0).astype(np.float64), overflow
 
 

@@ -140,7 +140,13 @@ def test_predictions_without_data():
 
 
 # Plain integers of values below one are all rounding to zero.
-@pytest.mark.parametrize("recipe", [x for x in Recipe.names() if "fnuz" not in x and x not in ("tf32", "int8", "int4")])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *(x for x in Recipe.names() if "fnuz" not in x and x not in ("tf32", "int8", "int4")),
+        *(f"{x};rounding={mode}" for x in ("e4m3/rowwise", "mx6", "msfp12") for mode in ("toward_zero", "stochastic")),
+    ],
+)
 def test_operand_noise_of_every_recipe(recipe):
     rng = RNG(6)
     x = relu(rng, 2048, 256) if "int" in recipe else normal(rng, 2048, 256)
