@@ -53,6 +53,7 @@ def predict_gemm_error(
     *,
     pair: PairStatistics | None = None,
     output: str = "bf16",
+    split_k: int = 1,
 ) -> GemmError:
     """Predict what `numerics.gemm_error` would measure.
 
@@ -62,18 +63,19 @@ def predict_gemm_error(
         shape: (M, N, K). Statistics of another width are resized to it.
         recipe_a: Recipe or name, of the left operand.
         recipe_b: Recipe or name, of the right operand.
-        accumulation: `hopper_fast`, `hopper_split`, `fp32` or `exact`.
+        accumulation: As of `numerics.gemm_error`.
         signal: What operands contracted along rows sum to (`numerics.gradient`); None takes them as independent.
         pair: How the two meet (`numerics.pair`): what their sums and errors are beyond what either operand shows. None takes
             errors as independent. Along features it belongs to its own N and K, and is left aside for others.
         output: Format that the outputs are rounded to; `fp32` for none.
+        split_k: Parts of K that the kernel sums apart (`numerics.estimated_split_k`): shorter chains lose less.
 
     Raises:
         ValueError: the orientations differ, a size is not positive, a name is unknown, or operands along features
             come with a signal.
     """
     recipes = Recipe.parse(recipe_a), Recipe.parse(recipe_b)
-    return _predict(a_distribution, b_distribution, tuple(shape), *recipes, accumulation, signal, pair, output)
+    return _predict(a_distribution, b_distribution, tuple(shape), *recipes, accumulation, signal, pair, output, split_k)
 
 
 def predict_gemm_errors(requests: Iterable[tuple]) -> list[GemmError]:
@@ -92,9 +94,12 @@ def _predict(
     signal: GradientSignal | None,
     pair: PairStatistics | None,
     output: str,
+    split_k: int,
 ) -> GemmError:
     if len(shape) != 3 or min(shape) < 1:
         raise ValueError(f"shape {shape} must be three positive numbers (M, N, K)")
+    if split_k < 1:
+        raise ValueError(f"split_k = {split_k}; give the number of parts that K is split into, 1 for none")
     if a.contraction != b.contraction:
         raise ValueError(f"a is contracted along {a.contraction} and b along {b.contraction}; orient both alike")
     if accumulation not in ACCUMULATIONS:
@@ -114,7 +119,7 @@ def _predict(
         return GemmError(0.0, math.inf, 0.0, 1.0, *shares)
     bits = sum(0 if recipe.shared else recipe.element.fraction_bits for recipe in (recipe_a, recipe_b))
     spread, coupling = _rows(a, b, outputs)
-    lost = _drift(a, b, outputs, accumulation, bits, coupling)
+    lost = _drift(a, b, outputs, accumulation, bits, coupling, split_k)
     ratio = outputs.independent / outputs.power
     quantized = _independent_noise(noise_a, noise_b, *_coherence(a, b, pair, recipe_a, recipe_b)) * ratio
     power = quantized + lost.power
@@ -186,8 +191,10 @@ def _outputs(
 
 
 @functools.lru_cache(maxsize=16384)
-def _drift(a: TensorStatistics, b: TensorStatistics, outputs: Outputs, accumulation: str, bits: int, coupling: float) -> Drift:
-    return drift(a, b, outputs, accumulation, bits, coupling)
+def _drift(
+    a: TensorStatistics, b: TensorStatistics, outputs: Outputs, accumulation: str, bits: int, coupling: float, split_k: int
+) -> Drift:
+    return drift(a, b, outputs, accumulation, bits, coupling, split_k)
 
 
 def _independent_noise(a: OperandNoise, b: OperandNoise, coherence_a: float, coherence_b: float) -> float:

@@ -74,11 +74,16 @@ class Errors:
     ) -> Accuracy:  # fmt: skip
         spec = KERNELS[kernel]
         assert spec.recipe_a is not None and spec.recipe_b is not None
-        key: tuple[object, ...] = (id(left), id(right), shape, spec.recipe_a, spec.recipe_b, spec.accumulation, signal, pair)
+        key: tuple[object, ...] = (id(left), id(right), shape, kernel, signal, pair)
         if key not in self._memo:
             from numerics.predict import predict_gemm_error
+            from numerics.tensor_core import estimated_split_k
 
-            error = predict_gemm_error(left, right, shape, spec.recipe_a, spec.recipe_b, spec.accumulation, signal, pair=pair)
+            # Rowwise kernels never split K; where each 128 of K go into FP32 anyhow it does not matter.
+            split_k = estimated_split_k(*shape) if kernel == "torch/fp8_tensorwise_fast" else 1
+            error = predict_gemm_error(
+                left, right, shape, spec.recipe_a, spec.recipe_b, spec.accumulation, signal, pair=pair, split_k=split_k
+            )
             self._memo[key] = Accuracy(float(error.mere), float(error.sqnr_db))
             self._kept += [left, right]  # an id stands for its object only while that object lives
         return self._memo[key]
