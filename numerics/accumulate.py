@@ -7,12 +7,14 @@ first; block scales where a block of 128 ends, with a fused multiply-add into th
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 import torch
 
 from numerics.formats import FORMATS, Format
-from numerics.rounding import decode, exponent_of, power_of_two
+from numerics.rounding import check_dense, decode, exponent_of, power_of_two
 from numerics.tensor_core import ACCUMULATIONS, LEAST_EXPONENT, TENSOR_CORES, TensorCore, split_parts
 
 FLOAT8 = {
@@ -24,6 +26,7 @@ FLOAT8 = {
 _BLOCK = 128  # elements of K under one block scale
 # Outputs worked on at once: small enough for a core's cache, large enough for a GPU.
 _TILE = {"cpu": 64, "cuda": 1024}
+_RESULTS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # The exponent of a product that is zero: below every other, so that it never sets the unit.
 _NO_EXPONENT = -2000
 
@@ -38,7 +41,7 @@ def fp8_matmul(
     out_dtype: torch.dtype = torch.float32,
     format_a: str | None = None,
     format_b: str | None = None,
-    split_k: int | Sequence[slice] = 1,
+    split_k: SupportsIndex | Sequence[slice] = 1,
 ) -> torch.Tensor:
     """Multiply a (M, K) by b (N, K) transposed, as the hardware does.
 
@@ -49,20 +52,23 @@ def fp8_matmul(
             product (order not defined); `exact` is float64, rounded once to float32.
         scale_a: None, one value, M values, or (M, K / 128) for blocks 1 x 128. Multiplied in FP32.
         scale_b: None, one value, N values, (N, K / 128), or (N / 128, K / 128). Block scales need them on both sides.
-        out_dtype: The FP32 result is rounded to nearest even into this type.
+        out_dtype: float32, float64, bfloat16 or float16. The FP32 result is rounded to nearest even into this type; beyond its
+            range it is infinite.
         format_a: Name in `FORMATS`, when `a` holds codes.
         format_b: The same for `b`.
         split_k: How many parts the kernel splits K into (`numerics.tensor_core.split_parts`), or the parts themselves; they
             are summed in FP32 from the first to the last. `numerics.estimated_split_k` says how many cuBLAS takes tensorwise.
+            `fp32` and `exact` have no parts and do not look at it.
 
     Returns:
-        (M, N) of `out_dtype`. NaN and infinities give what IEEE arithmetic gives, as on the hardware.
+        (M, N) of `out_dtype`. NaN and infinities give what IEEE arithmetic gives, as on the hardware. No gradient flows.
 
     Raises:
-        TypeError: an operand is neither float8 nor codes with a format.
-        ValueError: shapes or scales do not fit, or the accumulation is unknown or not defined for the formats.
+        TypeError: an operand is neither float8 nor codes with a format, or a scale, `out_dtype` or `split_k` of another type.
+        ValueError: shapes, scales or parts do not fit, or the accumulation is unknown or not defined for the formats.
     """
     core = _core(accumulation)
+    _check_result(out_dtype)
     values_a, fmt_a = _operand(a, format_a, "a")
     values_b, fmt_b = _operand(b, format_b, "b")
     _same_depth(values_a, values_b)
@@ -103,22 +109,24 @@ def bf16_matmul(
     *,
     accumulation: str = "hopper_bf16",
     out_dtype: torch.dtype = torch.float32,
-    split_k: int | Sequence[slice] = 1,
+    split_k: SupportsIndex | Sequence[slice] = 1,
 ) -> torch.Tensor:
     """Multiply bfloat16 a (M, K) by b (N, K) transposed, as the hardware does; arguments as of `fp8_matmul`.
 
     cuBLAS splits K in whole blocks of 64 here. Slower than `fp8_matmul`: its sums need float64.
 
     Raises:
-        TypeError: an operand is not bfloat16.
-        ValueError: shapes do not fit, or the accumulation is not one of `hopper_bf16`, `fp32`, `exact`.
+        TypeError: an operand is not bfloat16, or `out_dtype` or `split_k` of another type.
+        ValueError: shapes or parts do not fit, or the accumulation is not one of `hopper_bf16`, `fp32`, `exact`.
     """
     core = _core(accumulation)
+    _check_result(out_dtype)
     for name, x in (("a", a), ("b", b)):
-        if x.dtype != torch.bfloat16:
-            raise TypeError(f"{name} must be bfloat16, got {x.dtype}")
         _matrix(x, name)
+        if x.dtype != torch.bfloat16:
+            raise TypeError(f"{name} must be bfloat16, got {x.dtype}; convert with .bfloat16()")
     _same_depth(a, b)
+    a, b = a.detach(), b.detach()
     if core is None:
         wide = torch.float64 if accumulation == "exact" else torch.float32
         return (a.to(wide) @ b.to(wide).T).to(torch.float32).to(out_dtype)
@@ -134,6 +142,11 @@ def _core(accumulation: str) -> TensorCore | None:
     return TENSOR_CORES.get(accumulation)
 
 
+def _check_result(dtype: torch.dtype) -> None:
+    if dtype not in _RESULTS:
+        raise TypeError(f"out_dtype = {dtype!r}; choose one of {', '.join(map(str, _RESULTS))}")
+
+
 def _same_depth(a: torch.Tensor, b: torch.Tensor) -> None:
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"a is {tuple(a.shape)} and b is {tuple(b.shape)}; both are contracted over their last axis")
@@ -142,23 +155,36 @@ def _same_depth(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _matrix(x: torch.Tensor, name: str) -> None:
+    check_dense(x, name)
     if x.ndim != 2 or 0 in x.shape:
-        raise ValueError(f"{name} must be a matrix with at least one element, got shape {tuple(x.shape)}")
+        raise ValueError(f"{name} must be a matrix (rows, K) with at least one element, got shape {tuple(x.shape)}")
 
 
 def _operand(x: torch.Tensor, fmt: str | None, name: str) -> tuple[torch.Tensor, Format]:
     """float32 values and their format."""
     _matrix(x, name)
     if x.dtype in FLOAT8:
+        if fmt not in (None, FLOAT8[x.dtype]):
+            raise ValueError(f"format_{name} = {fmt!r}, and {name} is {x.dtype}; leave it away, or pass {name}.view(torch.uint8)")
         return x.to(torch.float32), FORMATS[FLOAT8[x.dtype]]
-    if x.dtype == torch.uint8 and fmt in FORMATS:
-        return decode(x, FORMATS[fmt]), FORMATS[fmt]
-    raise TypeError(f"{name} must be float8, or uint8 codes with format_{name} naming their format; got {x.dtype}, {fmt!r}")
+    if x.dtype != torch.uint8 or not isinstance(fmt, str) or fmt not in FORMATS or FORMATS[fmt].bits > 8:
+        raise TypeError(f"{name} must be float8, or uint8 codes with format_{name} naming their format; got {x.dtype}, {fmt!r}")
+    if FORMATS[fmt].bits < 8 and bool((x > 2 ** FORMATS[fmt].bits - 1).any()):
+        raise ValueError(f"{name} holds codes over {2 ** FORMATS[fmt].bits - 1}, the greatest of {fmt}; give one code a byte")
+    return decode(x, FORMATS[fmt]), FORMATS[fmt]
 
 
 def _scale(scale: torch.Tensor | float | None, rows: int, k: int, name: str, device: torch.device) -> tuple[torch.Tensor, bool]:
     """A scale as () for one, (rows,) for rowwise, (rows, K / 128) for blocks, float32; and whether 128 rows share one."""
-    value = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32, device=device)
+    if isinstance(scale, torch.Tensor):
+        check_dense(scale, name)
+        if scale.is_complex():
+            raise TypeError(f"{name} must hold real numbers, got {scale.dtype}")
+        scale = scale.detach()
+    try:
+        value = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32, device=device)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(f"{name} must be a number or a tensor of them, got {type(scale).__name__}") from error
     if value.numel() == 1:
         return value.reshape(()), False
     if value.shape in ((rows,), (rows, 1)):
@@ -177,26 +203,39 @@ def _product(
     fmt_a: Format,
     fmt_b: Format,
     core: TensorCore,
-    split_k: int | Sequence[slice],
+    split_k: SupportsIndex | Sequence[slice],
     scales: tuple[torch.Tensor, torch.Tensor, bool] | None,
 ) -> torch.Tensor:
     """Parts of K one after the other, in FP32."""
-    if isinstance(split_k, int):
+    if isinstance(split_k, SupportsIndex):
         # With 128 x 128 blocks the kernel takes scales four at a time.
-        split_k = split_parts(a.shape[1], split_k, core.split_block, align=4 if scales is not None and scales[2] else 1)
+        align = 4 if scales is not None and scales[2] else 1
+        split_k = split_parts(a.shape[1], operator.index(split_k), core.split_block, align)
+    else:
+        _check_parts(split_k, a.shape[1], 1 if scales is None else _BLOCK)
     if not (bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all())):
         plain = a.to(torch.float64) @ b.to(torch.float64).T
         clean = [torch.where(torch.isfinite(x), x, torch.zeros_like(x)) for x in (a, b)]
         emulated = _product(clean[0], clean[1], fmt_a, fmt_b, core, split_k, scales)
         return torch.where(torch.isfinite(plain), emulated, plain.to(torch.float32))
-    total: torch.Tensor | None = None
-    for part in split_k:
+    total = torch.zeros((), dtype=torch.float32, device=a.device)
+    for index, part in enumerate(split_k):
         blocks = slice(part.start // _BLOCK, -(-part.stop // _BLOCK))
         some = None if scales is None else (scales[0][:, blocks], scales[1][:, blocks], scales[2])
         summed = _part(a[:, part], b[:, part], fmt_a, fmt_b, core, some)
-        total = summed if total is None else total + summed
-    assert total is not None
+        total = summed if index == 0 else total + summed  # a sum with zero would lose the sign of -0
     return total
+
+
+def _check_parts(parts: Sequence[slice], k: int, multiple: int) -> None:
+    if not isinstance(parts, Sequence) or not parts or not all(isinstance(part, slice) for part in parts):
+        raise TypeError(f"split_k = {parts!r}; give a number of parts, or a list of slices of K")
+    for part in parts:
+        ends = (part.start, part.stop)
+        if not all(isinstance(end, int) for end in ends) or part.step not in (None, 1) or not 0 <= ends[0] < ends[1] <= k:
+            raise ValueError(f"split_k: {part} is no part of K = {k}; give slice(start, stop) inside it")
+        if ends[0] % multiple or (ends[1] % multiple and ends[1] != k):
+            raise ValueError(f"split_k: {part} cuts a block that has one scale; use multiples of {multiple}")
 
 
 def _part(

@@ -6,6 +6,7 @@ for it; without numba, or with NUMBA_DISABLE_JIT set, nothing is supported and t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -105,11 +106,13 @@ def quantize_into(
     if amax is not None and own and not bool(torch.isfinite(amax).all()):
         return False
     if recipe.block is None:
-        made = torch.ones((), dtype=torch.float32)
+        made = torch.ones((), dtype=torch.float32, device=x.device)
     elif amax is not None:
         made = scale_of(amax, recipe)
     else:
-        made = torch.empty(_block_scales(recipe, rows, columns)) if scales is None else scales
+        # torch.empty would take the caller's default type and device.
+        shape = _block_scales(recipe, rows, columns)
+        made = torch.from_numpy(np.empty(shape, np.float32)) if scales is None else scales
     grid = _grid(recipe, amax is not None or recipe.block is None)
     if recipe.scaling == "columnwise":
         flat = made.numpy().reshape(-1)
@@ -164,7 +167,9 @@ def _map(call: Callable[[slice], Any], pieces: list[slice]) -> list[Any]:
 
     # Made anew for each call: threads that wait would not survive a fork. This one works too, not only waits.
     with ThreadPoolExecutor(threads - 1) as pool:
-        helpers = [pool.submit(work) for _ in range(threads - 1)]
+        helpers = []
+        with contextlib.suppress(RuntimeError):  # no new threads while the interpreter shuts down
+            helpers = [pool.submit(work) for _ in range(threads - 1)]
         return [*work(), *(result for helper in helpers for result in helper.result())]
 
 

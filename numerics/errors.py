@@ -11,6 +11,7 @@ from numerics.tensor_core import ACCUMULATIONS, TENSOR_CORES
 if TYPE_CHECKING:
     import torch
 
+    from numerics.quantization import QuantizedTensor
     from numerics.recipe import Recipe
 
 # A relative error needs a floor: with zero-mean outputs the mean of 1/|y| has no limit, one output near zero would
@@ -23,13 +24,16 @@ MERE_FLOOR = 2.0**-8
 class GemmError:
     """The error of one GEMM's outputs y' against the exact y.
 
+    Where an output overflows into an infinity, the first three are infinite (`sqnr_db` -infinite); where one is NaN, NaN.
+
     Attributes:
         mere: Mean element-wise relative error, the mean of |y' - y| / max(|y|, 2^-8 rms(y)).
         sqnr_db: 10 log10(sum y^2 / sum (y' - y)^2); infinite for no error.
         relative_frobenius: |y' - y| / |y| in the Frobenius norm.
         cosine: Cosine of the angle between y' and y.
         underflow_share: Share of an operand's elements that are not zero and become zero; the worse operand.
-        overflow_share: Share of an operand's elements beyond the format's range by over half a step; the worse operand.
+        overflow_share: Share of an operand's elements beyond the format's range by over half a step; the worse operand. Not
+            counted (0) in formats of shared exponents, mx9 to msfp12, whose range is that of the block's exponent.
     """
 
     mere: float
@@ -55,49 +59,64 @@ def gemm_error(
     Args:
         a: (M, K), contracted over its last axis.
         b: (N, K), likewise.
-        recipe_a: Recipe or name, of `a`.
-        recipe_b: Recipe or name, of `b`.
+        recipe_a: Recipe or name, of `a`; its amax is `current`. Stochastic rounding draws from torch's own generator.
+        recipe_b: The same of `b`.
         accumulation: `hopper_fast`, `hopper_split` and `hopper_mma` (both operands e4m3 or e5m2, scaled tensorwise,
             rowwise, in `hopper_split` both in blocks of 128, or not at all); `hopper_bf16` (both bf16); `fp32` and
             `exact` for all recipes.
-        output: Format that the outputs are rounded to; `bf16` as the training kernels do, `fp32` for none.
+        output: Format that the outputs are rounded to; `bf16` as the training kernels do, `fp32` for none. Beyond its range
+            outputs become infinite (or NaN) in a format of over 8 bits, as on the hardware, and saturate in a narrower one.
         max_rows: Judge at most so many evenly spaced rows of each operand (an output depends on one row of each);
             scales are still taken from all rows.
 
     Raises:
         TypeError: an operand is not a floating-point tensor.
-        ValueError: shapes do not fit, a value is not finite, or the accumulation is not defined for the recipes.
+        ValueError: shapes or devices do not fit, a value is not finite, the accumulation is not defined for the recipes, a
+            recipe takes its amax from elsewhere, or `max_rows` or `output` is no choice.
     """
     import torch
 
     from numerics.accumulate import bf16_matmul, fp8_matmul
+    from numerics.formats import get_format
     from numerics.quantization import quantize
     from numerics.recipe import Recipe
-    from numerics.rounding import cast
+    from numerics.rounding import cast, check_dense
 
     recipes = Recipe.parse(recipe_a), Recipe.parse(recipe_b)
+    check_dense(a, "a")
+    check_dense(b, "b")
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"a is {tuple(a.shape)} and b is {tuple(b.shape)}; both must be (rows, K) with the same K")
+    if a.device != b.device:
+        raise ValueError(f"a is on {a.device} and b on {b.device}; put both on one device")
+    if max_rows is not None and max_rows < 1:
+        raise ValueError(f"max_rows = {max_rows}; it must be at least 1, or None for all rows")
+    fmt = None if output == "fp32" else get_format(output)
+    if fmt is not None and not fmt.signed:
+        raise ValueError(f"output = {output!r} has no sign; choose a format of signed values, or fp32")
     if accumulation not in ACCUMULATIONS:
         raise ValueError(f"unknown accumulation {accumulation!r}; choose one of {', '.join(ACCUMULATIONS)}")
     core = TENSOR_CORES.get(accumulation)
     for recipe in recipes:
+        if recipe.amax != "current":
+            raise ValueError(f"gemm_error takes scales from the operands themselves; use amax='current' in {recipe.name}")
         if core and recipe.format not in core.formats:
             raise ValueError(
                 f"{accumulation} is defined for {' and '.join(core.formats)}; use accumulation='fp32' for {recipe.name}"
             )
-    picked, shares, kept = [], [], []
-    for x, recipe in zip((a, b), recipes, strict=True):
-        values, under, over = _judge(x, recipe)
-        shares.append((under, over))
-        step = 1 if max_rows is None else max(1, math.ceil(x.shape[0] / max_rows))
-        kept.append(slice(None, None, step))
-        picked.append(values[kept[-1]])
+    a, b = a.detach(), b.detach()
+    made = [quantize(x, recipe) for x, recipe in zip((a, b), recipes, strict=True)]
+    shares, picked = [], []
+    kept = [slice(None, None, 1 if max_rows is None else math.ceil(len(x) / max_rows)) for x in (a, b)]
+    for x, quantized, rows in zip((a, b), made, kept, strict=True):
+        values = quantized.dequantize()
+        shares.append(_shares(x, quantized, values))
+        picked.append(values[rows])
     exact = a[kept[0]].to(torch.float64) @ b[kept[1]].to(torch.float64).T
     if core and "bf16" in core.formats:
         y = bf16_matmul(*(x.to(torch.bfloat16) for x in picked), accumulation=accumulation)
     elif core:
-        parts = [_codes_and_scales(quantize(x, recipe), rows) for x, recipe, rows in zip((a, b), recipes, kept, strict=True)]
+        parts = [_codes_and_scales(quantized, rows) for quantized, rows in zip(made, kept, strict=True)]
         y = fp8_matmul(
             parts[0][0], parts[1][0], accumulation=accumulation, scale_a=parts[0][1], scale_b=parts[1][1],
             format_a=recipes[0].format, format_b=recipes[1].format,
@@ -105,8 +124,8 @@ def gemm_error(
     else:
         wide = torch.float64 if accumulation == "exact" else torch.float32
         y = (picked[0].to(wide) @ picked[1].to(wide).T).to(torch.float32)
-    if output != "fp32":
-        y = cast(y, output, overflow="saturate")
+    if fmt is not None:
+        y = cast(y, fmt, overflow="saturate" if fmt.bits <= 8 else "nonfinite")
     return _metrics(exact, y.to(torch.float64), [max(pair) for pair in zip(*shares, strict=True)])
 
 
@@ -122,9 +141,10 @@ def _metrics(exact: torch.Tensor, y: torch.Tensor, shares: list[float]) -> GemmE
         )  # fmt: skip
     floor = MERE_FLOOR * math.sqrt(signal_power)
     size = math.sqrt(float(y.square().mean()) * signal_power)
+    ratio = signal_power / error_power if error_power else math.inf
     return GemmError(
         mere=float((error / exact.abs().clamp(min=floor)).mean()),
-        sqnr_db=10 * math.log10(signal_power / error_power) if error_power else math.inf,
+        sqnr_db=10 * math.log10(ratio) if ratio else -math.inf,
         relative_frobenius=math.sqrt(error_power / signal_power),
         cosine=float((exact * y).mean()) / size if size else 0.0,
         underflow_share=shares[0],
@@ -132,23 +152,21 @@ def _metrics(exact: torch.Tensor, y: torch.Tensor, shares: list[float]) -> GemmE
     )
 
 
-def _judge(x: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, float, float]:
-    """Dequantized values, underflow share, overflow share."""
-    from numerics.quantization import expand_scales, fake_quantize, quantize
+def _shares(x: torch.Tensor, quantized: QuantizedTensor, values: torch.Tensor) -> tuple[float, float]:
+    """Underflow and overflow."""
+    from numerics.scaling import expand_scales
 
-    values = fake_quantize(x, recipe)
+    recipe = quantized.recipe
     underflow = float(((values == 0) & (x != 0)).double().mean())
     if recipe.shared is not None:
-        return values, underflow, 0.0  # their exponent is that of the block's amax
+        return underflow, 0.0
     fmt = recipe.element
     top = fmt.max + 2.0 ** (fmt.max_exponent - fmt.fraction_bits - 1)
-    if recipe.block is None:
-        return values, underflow, float((x.abs().double() > top).double().mean())
-    scales = expand_scales(quantize(x, recipe).scales, recipe, x.shape)
-    return values, underflow, float((x.abs() / scales > top).double().mean())
+    quotient = x.float() / expand_scales(quantized.scales, recipe, x.shape)
+    return underflow, float((quotient.abs() > top).double().mean())
 
 
-def _codes_and_scales(quantized, rows: slice) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[no-untyped-def]
+def _codes_and_scales(quantized: QuantizedTensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What `fp8_matmul` takes, for some of the rows."""
     scaling = quantized.recipe.scaling
     codes, scales = quantized.codes[rows], quantized.scales

@@ -132,6 +132,6 @@ def get_format(fmt: str | Format) -> Format:
     """
     if isinstance(fmt, Format):
         return fmt
-    if fmt not in FORMATS:
+    if not isinstance(fmt, str) or fmt not in FORMATS:
         raise ValueError(f"unknown format {fmt!r}; choose one of {', '.join(FORMATS)}")
     return FORMATS[fmt]

@@ -7,6 +7,7 @@ None is compiled away.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -47,9 +48,17 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # numpy's error model: a division by zero is an infinity, and no test in the loop.
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     try:
-        return njit(cache=True, **options)(function)
+        compiled: Any = njit(cache=True, **options)(function)
     except RuntimeError:  # no place on disk can be written to
         return njit(**options)(function)
+    keep = compiled._cache.save_overload
+
+    def keep_if_there_is_room(*arguments: Any) -> None:
+        with contextlib.suppress(OSError):  # a full disk, a quota
+            keep(*arguments)
+
+    compiled._cache.save_overload = keep_if_there_is_room
+    return compiled
 
 
 _inlined = njit(inline="always", error_model="numpy")

@@ -6,7 +6,9 @@ here is what they are held equal to, and what runs where they do not.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -14,14 +16,14 @@ import torch
 
 from numerics import cpu
 from numerics.recipe import Recipe
-from numerics.rounding import cast, check_out, decode, encode, round_to_integer
+from numerics.rounding import cast, check_dense, check_out, decode, encode, round_to_integer
 from numerics.scaling import AmaxHistory, block_amax, expand_scales, scale_of, scales_shape, shared_steps
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _NUMPY = {torch.float32: np.float32, torch.uint8: np.uint8, torch.int16: np.int16, torch.int32: np.int32}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class QuantizedTensor:
     """A quantized (rows, K) matrix.
 
@@ -39,7 +41,7 @@ class QuantizedTensor:
     recipe: Recipe
 
     def dequantize(self) -> torch.Tensor:
-        """(rows, K) float32."""
+        """(rows, K) float32; infinite where rounding up an amax next to float32's greatest value leaves its range."""
         shared = self.recipe.shared is not None
         values = self.codes.to(torch.float32) if shared else decode(self.codes, self.recipe.element)
         return values * expand_scales(self.scales, self.recipe, self.codes.shape)
@@ -125,13 +127,9 @@ def fake_quantize(
 
 def _checked(x: torch.Tensor) -> torch.Tensor:
     """The matrix, off the autograd graph."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x must be a torch tensor, got {type(x).__name__}; numpy arrays go through torch.from_numpy")
+    check_dense(x, "x")
     if x.dtype not in _DTYPES:
         raise TypeError(f"x must be a floating-point tensor of 16, 32 or 64 bits, got {x.dtype}; convert with .float()")
-    if x.layout != torch.strided or x.is_meta:
-        kind = "a meta tensor without values" if x.is_meta else f"of layout {x.layout}"
-        raise ValueError(f"x is {kind}; quantization takes dense tensors with values")
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"x must be a matrix (rows, K) with at least one element, got shape {tuple(x.shape)}; reshape it")
     return x.detach().resolve_neg()
@@ -199,13 +197,17 @@ def _chosen_amax(x: torch.Tensor, recipe: Recipe, amax: Any) -> tuple[torch.Tens
         if not isinstance(amax, AmaxHistory):
             raise TypeError(f"{recipe.name} needs amax=AmaxHistory(), one per tensor; got {type(amax).__name__}")
         current = block_amax(x.to(torch.float32), recipe)
-        past = amax.amax()
-        if past is not None and past.shape != current.shape:
-            amax.record(current)  # says what does not fit
-        return past, current
-    if isinstance(amax, bool) or not isinstance(amax, (int, float, torch.Tensor)):
+        amax.check(current)
+        return amax.amax(), current
+    if isinstance(amax, torch.Tensor):
+        check_dense(amax, "amax")
+        if amax.is_complex() or amax.dtype == torch.bool:
+            raise TypeError(f"amax must hold real numbers, got {amax.dtype}; convert with .float()")
+        given = amax.detach().to(x.device, torch.float32)
+    elif isinstance(amax, Real) and not isinstance(amax, bool):
+        given = torch.tensor(_as_float(amax), dtype=torch.float32, device=x.device)
+    else:
         raise TypeError(f"{recipe.name} needs amax=, a number or a tensor of shape {shape}; got {type(amax).__name__}")
-    given = torch.as_tensor(amax, dtype=torch.float32, device=x.device).detach()
     if given.numel() == 1:
         given = given.reshape(()).expand(shape)
     if given.shape != shape:
@@ -213,6 +215,13 @@ def _chosen_amax(x: torch.Tensor, recipe: Recipe, amax: Any) -> tuple[torch.Tens
     if not bool((torch.isfinite(given) & (given >= 0)).all()):
         raise ValueError("amax holds values that are negative or not finite in float32; give magnitudes")
     return given.contiguous(), None
+
+
+def _as_float(number: Real) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
 
 
 def _run_torch(

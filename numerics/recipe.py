@@ -90,18 +90,21 @@ class Recipe:
         Raises:
             ValueError: naming the field and its choices.
         """
+        if not isinstance(self.name, str):
+            raise ValueError(f"recipe: name = {self.name!r}; give a string")
         for field, allowed in _CHOICES.items():
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"recipe: {field} = {getattr(self, field)!r}; choose one of {', '.join(allowed)}")
+            value = getattr(self, field)
+            if not isinstance(value, str) or value not in allowed:
+                raise ValueError(f"recipe: {field} = {value!r}; choose one of {', '.join(allowed)}")
         shared = self.format in SHARED_EXPONENT
         if shared != (self.scaling == "bdr16"):
             mend = "scaling='bdr16'" if shared else f"one of the formats {', '.join(SHARED_EXPONENT)}"
             raise ValueError(f"recipe: format {self.format} does not go with scaling {self.scaling}; use {mend}")
         if shared:
             only = {"scale_format": "e8m0", "scale_rounding": "floor", "overflow": "saturate", "amax": "current"}
-            for field, value in only.items():
-                if getattr(self, field) != value:
-                    raise ValueError(f"recipe: format {self.format} shares the exponent of its amax; use {field}={value!r}")
+            for field, needed in only.items():
+                if getattr(self, field) != needed:
+                    raise ValueError(f"recipe: format {self.format} shares the exponent of its amax; use {field}={needed!r}")
             return
         if self.scaling == "none" and (self.scale_format, self.amax) != ("fp32", "current"):
             field = "scale_format" if self.scale_format != "fp32" else "amax"
@@ -182,6 +185,8 @@ def _parse(text: str) -> Recipe:
         field, equals, value = change.strip().partition("=")
         if not equals or field not in known:
             raise ValueError(f"recipe {text!r}: {change.strip()!r} is no field=value of {', '.join(known)}")
+        if field in new:
+            raise ValueError(f"recipe {text!r}: {field} is there twice; keep one")
         new[field] = value
     name = ";".join([name, *(f"{field}={new[field]}" for field in known if field in new)])
     return replace(recipe, name=name, **new)

@@ -10,6 +10,8 @@ ROUNDINGS = ("nearest_even", "toward_zero", "stochastic")
 OVERFLOWS = ("saturate", "nonfinite")
 
 _BITS = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
+# Two values in a byte: torch has no arithmetic for it.
+_PACKED = tuple(getattr(torch, name) for name in ("float4_e2m1fn_x2",) if hasattr(torch, name))
 _TABLES: dict[tuple[Format, torch.device], torch.Tensor] = {}
 
 
@@ -25,7 +27,7 @@ def cast(
     """Round to the format's grid, unscaled, with a single rounding also from float64.
 
     Args:
-        x: Any shape and strides; float32, float64, bfloat16 or float16.
+        x: Any shape and strides; float32, float64, bfloat16, float16 or a float8 type. No gradient flows.
         format: A name in `FORMATS` or a record.
         rounding: `nearest_even`, `toward_zero` or `stochastic` (up with the probability of the distance).
         overflow: `saturate` makes everything beyond the range, infinities too, the greatest value; `nonfinite`
@@ -38,14 +40,16 @@ def cast(
         unsigned format. In a format without a zero, zero becomes the least value.
 
     Raises:
-        TypeError: x is not a floating-point tensor, or `out` not a tensor of the result's type.
-        ValueError: an unknown name, `nonfinite` for a format that has neither infinity nor NaN, or `out` does not fit.
+        TypeError: x is not a floating-point tensor, `out` not a tensor of the result's type, or `generator` none of torch's.
+        ValueError: an unknown name, `nonfinite` for a format that has neither infinity nor NaN, x is sparse or has no
+            values, or `out` does not fit.
     """
     fmt = get_format(format)
     _check(rounding, ROUNDINGS, "rounding")
     _check(overflow, OVERFLOWS, "overflow")
-    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-        raise TypeError(f"cast takes a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    check_dense(x, "x")
+    if not x.is_floating_point() or x.dtype in _PACKED:
+        raise TypeError(f"cast takes a floating-point tensor, got {x.dtype}; convert with .float()")
     if overflow == "nonfinite" and not fmt.infinity and fmt.nan_code is None:
         raise ValueError(f"{fmt.name} has no infinity and no NaN; use overflow='saturate'")
     result = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -53,7 +57,7 @@ def cast(
         check_out(out, x, x.shape, result, "out", may_be_x=True)
     # Powers of two as small as the grid's step must be representable in the type that we compute in.
     narrow = fmt.min_exponent - fmt.fraction_bits >= -100 and result == torch.float32
-    x = x.to(torch.float32 if narrow else torch.float64)
+    x = x.detach().to(torch.float32 if narrow else torch.float64)
     step = torch.clamp(exponent_of(x), min=fmt.min_exponent) - fmt.fraction_bits
     # Beyond the range the step does not matter; the bound keeps its inverse a normal number.
     step = torch.clamp(step, max=fmt.max_exponent + 1 - fmt.fraction_bits)
@@ -81,8 +85,26 @@ def round_to_integer(x: torch.Tensor, rounding: str, generator: torch.Generator 
         return torch.round(x)
     if rounding == "toward_zero":
         return torch.trunc(x)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
+    if generator is not None and generator.device.type != x.device.type:
+        raise ValueError(f"generator is on {generator.device} and x on {x.device}; use torch.Generator({x.device.type!r})")
     draws = torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator)
     return torch.floor(x) + (x - torch.floor(x) > draws)
+
+
+def check_dense(x: torch.Tensor, name: str) -> None:
+    """Refuse what is no tensor, or one whose values do not lie in memory.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: it is sparse, nested, or on the meta device.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}; numpy arrays go through torch.from_numpy")
+    if x.is_nested or x.layout != torch.strided or x.is_meta:
+        kind = "a meta tensor without values" if x.is_meta else "nested" if x.is_nested else f"of layout {x.layout}"
+        raise ValueError(f"{name} is {kind}; give a dense tensor with values")
 
 
 def check_out(
@@ -92,10 +114,13 @@ def check_out(
 
     Raises:
         TypeError: it is no tensor, or one of another dtype.
-        ValueError: its shape or device is another, it requires a gradient, or it shares memory with itself or with x.
+        ValueError: its shape, device or layout is another, it may not be written to in place, or it shares memory with
+            itself or with x.
     """
     if not isinstance(out, torch.Tensor) or out.dtype != dtype:
         raise TypeError(f"{name} must be a {dtype} tensor, got {getattr(out, 'dtype', type(out).__name__)}")
+    if out.is_nested or out.layout != torch.strided or out.is_neg():
+        raise ValueError(f"{name} is sparse, nested or a negated view; make it with torch.empty")
     if tuple(out.shape) != tuple(shape) or out.device != x.device:
         raise ValueError(
             f"{name} has shape {tuple(out.shape)} on {out.device}; it must have {tuple(shape)} on {x.device}: "
@@ -103,8 +128,13 @@ def check_out(
         )
     if out.requires_grad:
         raise ValueError(f"{name} requires a gradient, and none flows through rounding; pass {name}.detach()")
-    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
-        raise ValueError(f"{name} is expanded: its elements share memory; pass {name}.clone()")
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"{name} was made in inference mode and cannot be written to outside of it; pass {name}.clone()")
+    reach = 0
+    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            raise ValueError(f"{name} is expanded: its elements share memory; pass {name}.clone()")
+        reach += (size - 1) * stride
     same = may_be_x and out.data_ptr() == x.data_ptr() and out.stride() == x.stride() and out.dtype == x.dtype
     if not same and out.numel() and x.numel() and _span(out)[0] < _span(x)[1] and _span(x)[0] < _span(out)[1]:
         raise ValueError(f"{name} overlaps x in part; pass x itself or memory of its own")

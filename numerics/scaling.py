@@ -8,7 +8,7 @@ import torch
 
 from numerics.formats import Format
 from numerics.recipe import Recipe
-from numerics.rounding import exponent_of, power_of_two
+from numerics.rounding import check_dense, exponent_of, power_of_two
 
 # An FP32 scale below the least normal number would not divide exactly; amax below it quantizes towards zero.
 LEAST_SCALE = 2.0**-126
@@ -25,11 +25,14 @@ class AmaxHistory:
         algorithm: `max` of those remembered, or the `most_recent`.
 
     Raises:
+        TypeError: the length is no whole number.
         ValueError: the length is not positive, or the algorithm unknown.
     """
 
     def __init__(self, length: int = 16, algorithm: str = "max") -> None:
         """See the class."""
+        if not isinstance(length, int) or isinstance(length, bool):
+            raise TypeError(f"amax history: length = {length!r}; it must be a whole number")
         if length < 1:
             raise ValueError(f"amax history: length = {length}; it must be at least 1")
         if algorithm not in ("max", "most_recent"):
@@ -52,17 +55,37 @@ class AmaxHistory:
         return self._recorded[-1] if self.algorithm == "most_recent" else torch.stack(tuple(self._recorded)).amax(0)
 
     def record(self, amax: torch.Tensor) -> None:
-        """Remember one more amax.
+        """Remember one more amax: magnitudes, of the scales' shape.
 
         Raises:
-            ValueError: its shape is not that of those recorded.
+            TypeError: it is not a floating-point tensor.
+            ValueError: its shape or device is not that of those recorded, or it is negative or not finite.
         """
-        if self._recorded and self._recorded[-1].shape != amax.shape:
+        check_dense(amax, "amax")
+        if not amax.is_floating_point():
+            raise TypeError(f"amax must be a floating-point tensor, got {amax.dtype}; convert with .float()")
+        self.check(amax)
+        amax = amax.detach().to(torch.float32, copy=True)
+        if not bool((torch.isfinite(amax) & (amax >= 0)).all()):
+            raise ValueError("amax holds values that are negative or not finite in float32; give magnitudes")
+        self._recorded.append(amax)
+
+    def check(self, amax: torch.Tensor) -> None:
+        """Refuse an amax that is not like those recorded.
+
+        Raises:
+            ValueError: its shape or device is another.
+        """
+        if not self._recorded:
+            return
+        last = self._recorded[-1]
+        if last.shape != amax.shape:
             raise ValueError(
-                f"amax history holds scales of shape {tuple(self._recorded[-1].shape)}, this tensor has {tuple(amax.shape)}; "
+                f"amax history holds scales of shape {tuple(last.shape)}, this tensor has {tuple(amax.shape)}; "
                 "keep one history per tensor"
             )
-        self._recorded.append(amax)
+        if last.device != amax.device:
+            raise ValueError(f"amax history is on {last.device}, this tensor on {amax.device}; keep one history per tensor")
 
 
 def scales_shape(recipe: Recipe, rows: int, columns: int) -> tuple[int, ...]:

@@ -79,7 +79,12 @@ def estimated_split_k(m: int, n: int, k: int) -> int:
     cuBLAS (CUDA 13.0) splits when K has over 40 blocks of 128 and few tiles of 64 x 32 outputs would leave multiprocessors
     idle: into about a part per 20 blocks, as long as all parts' tiles fit the 132 multiprocessors. How often this is the
     real number is measured by `python benchmarks/exactness.py`; rowwise kernels do not split.
+
+    Raises:
+        ValueError: a size is not positive.
     """
+    if min(m, n, k) < 1:
+        raise ValueError(f"shape (M, N, K) = {(m, n, k)}; sizes must be positive")
     blocks = math.ceil(k / 128)
     tiles = min(math.ceil(m / 64) * math.ceil(n / 32), math.ceil(n / 64) * math.ceil(m / 32))
     parts = min(blocks // 20, 132 // tiles)

@@ -60,7 +60,12 @@ def fidelity(kernel: str, shape: tuple[int, int, int] | None = None) -> Fidelity
     Args:
         kernel: Its name, as in `perfmodel.KERNELS`; any other is unknown.
         shape: (M, N, K), to tell where K may be split; None for any.
+
+    Raises:
+        ValueError: the shape is not of three positive sizes.
     """
+    if shape is not None and (len(shape) != 3 or min(shape) < 1):
+        raise ValueError(f"shape = {shape}; give (M, N, K), all positive")
     if kernel not in _KERNELS:
         return Fidelity("unknown", None, "not compared with the hardware")
     found = _KERNELS[kernel]

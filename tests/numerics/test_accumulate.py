@@ -196,6 +196,40 @@ def test_nan_and_infinity_follow_ieee():
     assert torch.isfinite(clean).all()
 
 
+def test_gradients_are_left_behind():
+    a = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert torch.equal(bf16_matmul(a.clone().requires_grad_(), a), bf16_matmul(a, a))
+    scale = torch.ones(8, requires_grad=True)
+    assert not fp8_matmul(a.to(E4M3), a.to(E4M3), accumulation="exact", scale_a=scale).requires_grad
+
+
+def test_results_beyond_the_type_are_infinite():
+    a = torch.full((1, 32), 448.0).to(E4M3)
+    assert fp8_matmul(a, a, accumulation="hopper_fast") == 448 * 448 * 32
+    assert fp8_matmul(a, a, accumulation="hopper_fast", out_dtype=torch.float16) == torch.inf
+
+
+def test_bf16_refuses_in_one_line():
+    a = torch.ones(4, 32).bfloat16()
+    for x, error, message in (
+        (None, TypeError, "a must be a torch tensor"),
+        (a.float(), TypeError, r"convert with .bfloat16\(\)"),
+        (a[0], ValueError, "a must be a matrix"),
+        (a[:, :5], ValueError, "last axis"),
+    ):
+        with pytest.raises(error, match=message):
+            bf16_matmul(x, a)
+
+
+def test_shapes_of_no_size_have_no_parts():
+    with pytest.raises(ValueError, match=r"shape \(M, N, K\) = \(0, 1, 1\); sizes must be positive"):
+        estimated_split_k(0, 1, 1)
+
+
+CODES = torch.full((16, 64), 255, dtype=torch.uint8)
+LONG = torch.ones(8, 256).to(E4M3)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -205,6 +239,31 @@ def test_nan_and_infinity_follow_ieee():
         ({"accumulation": "exact", "b": torch.ones(16, 96).to(E4M3)}, ValueError, "last axis"),
         ({"accumulation": "exact", "b": torch.ones(16, 64)}, TypeError, "b must be float8"),
         ({"accumulation": "exact", "b": torch.ones(64).to(E4M3)}, ValueError, "b must be a matrix"),
+        ({"accumulation": "exact", "b": None}, TypeError, "b must be a torch tensor, got NoneType"),
+        ({"accumulation": "exact", "b": torch.ones(16, 64, device="meta").to(E4M3)}, ValueError, "b is a meta tensor"),
+        ({"accumulation": "exact", "format_a": "e5m2"}, ValueError, "format_a = 'e5m2', and a is torch.float8_e4m3fn; leave"),
+        ({"accumulation": "exact", "a": CODES, "format_a": "e2m1"}, ValueError, "a holds codes over 15, the greatest of e2m1"),
+        ({"accumulation": "exact", "a": CODES, "format_a": "bf16"}, TypeError, "got torch.uint8, 'bf16'"),
+        ({"accumulation": "exact", "scale_a": "1"}, TypeError, "scale_a must be a number or a tensor of them, got str"),
+        ({"accumulation": "exact", "scale_a": torch.ones(16, dtype=torch.complex64)}, TypeError, "scale_a must hold real"),
+        ({"accumulation": "exact", "out_dtype": torch.int8}, TypeError, "out_dtype = torch.int8; choose one of torch.float32"),
+        ({"accumulation": "exact", "out_dtype": "bf16"}, TypeError, "out_dtype = 'bf16'; choose"),
+        ({"accumulation": "hopper_fast", "split_k": []}, TypeError, r"split_k = \[\]; give a number of parts, or a list"),
+        ({"accumulation": "hopper_fast", "split_k": 2.0}, TypeError, "split_k = 2.0; give a number of parts"),
+        ({"accumulation": "hopper_fast", "split_k": [slice(0, 99)]}, ValueError, r"slice\(0, 99, None\) is no part of K = 64"),
+        ({"accumulation": "hopper_fast", "split_k": [slice(None)]}, ValueError, "is no part of K = 64"),
+        (
+            {
+                "accumulation": "hopper_split",
+                "a": LONG,
+                "b": LONG,
+                "scale_a": torch.ones(8, 2),
+                "scale_b": torch.ones(8, 2),
+                "split_k": [slice(0, 64), slice(64, 256)],
+            },
+            ValueError,
+            "cuts a block that has one scale; use multiples of 128",
+        ),
         ({"accumulation": "hopper_fast", "b": torch.ones(16, 64).to(torch.float8_e4m3fnuz)}, ValueError, "not for e4m3fnuz"),
     ],
 )

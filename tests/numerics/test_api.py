@@ -16,6 +16,12 @@ def test_every_name_is_found_and_is_not_a_module():
         _ = numerics.nothing
 
 
+def test_fidelity_of_no_shape():
+    for shape in ((1, 2), (0, 1, 1)):
+        with pytest.raises(ValueError, match=r"give \(M, N, K\), all positive"):
+            numerics.fidelity("torch/bf16", shape)
+
+
 def test_light_names_bring_no_torch():
     code = (
         "import sys, numerics\n"

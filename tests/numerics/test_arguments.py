@@ -1,7 +1,10 @@
 """Recipes' fields, amax, out=, and whatever else a caller may pass, on the compiled path and in torch."""
 
+import copy
 import dataclasses
 import itertools
+import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -77,6 +80,7 @@ def test_every_combination_of_fields_works_or_is_refused_in_one_line():
         ("mx9;amax=delayed", "use amax='current'"),
         ("msfp12;overflow=nonfinite", "use overflow='saturate'"),
         ("mxfp4;overflow=nonfinite", "e2m1 has no infinity and no NaN"),
+        ("e4m3/rowwise;rounding=toward_zero;rounding=stochastic", "rounding is there twice; keep one"),
         (["e4m3"], "unknown recipe"),
         ("", "unknown recipe ''"),
     ],
@@ -85,6 +89,12 @@ def test_refused_recipes(text, message):
     with pytest.raises(ValueError, match=message) as caught:
         Recipe.parse(text)
     assert "\n" not in str(caught.value)
+
+
+def test_fields_of_other_types_are_refused():
+    for fields, message in (((["x"], "e4m3"), r"name = \['x'\]; give a string"), (("x", np.array(["e4m3"])), "format = array")):
+        with pytest.raises(ValueError, match=f"recipe: {message}"):
+            Recipe(*fields)
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e4m3/rowwise", "mxfp4", "mxint8", "mx9", "mx4", "msfp12", "msfp16", "bf16"])
@@ -105,6 +115,9 @@ def test_stochastic_rounding_is_seeded_unbiased_and_next_to_the_value(name):
     assert off[settled].abs().max() < 5.5
     codes = quantize(x, name, generator=torch.Generator().manual_seed(5))
     assert torch.equal(codes.dequantize(), first)
+    with pytest.raises(TypeError, match="generator must be a torch.Generator, got int") as caught:
+        fake_quantize(x, name, generator=5)
+    assert "\n" not in str(caught.value)
 
 
 def test_block_floating_point_by_hand():
@@ -174,6 +187,11 @@ def test_a_history_knows_an_input_that_was_overwritten():
         ("e4m3/rowwise", 1.0, ValueError, "takes its amax from x; leave amax= away"),
         ("e4m3/rowwise;amax=given", None, TypeError, r"needs amax=, a number or a tensor of shape \(128, 1\); got NoneType"),
         ("e4m3/rowwise;amax=given", True, TypeError, "got bool"),
+        ("e4m3/rowwise;amax=given", 1j, TypeError, "got complex"),
+        ("e4m3/rowwise;amax=given", torch.ones(128, 1, dtype=torch.complex64), TypeError, "real numbers, got torch.complex64"),
+        ("e4m3/rowwise;amax=given", torch.ones(128, 1, device="meta"), ValueError, "amax is a meta tensor without values"),
+        ("e4m3/rowwise;amax=given", torch.ones(128, 1).to_sparse(), ValueError, "amax is of layout torch.sparse_coo"),
+        ("e4m3/rowwise;amax=given", 10**400, ValueError, "negative or not finite"),
         ("e4m3/rowwise;amax=given", torch.ones(5), ValueError, r"amax has shape \(5,\)"),
         ("e4m3/rowwise;amax=given", -1.0, ValueError, "negative or not finite"),
         ("e4m3/tensorwise;amax=given", torch.tensor(torch.inf), ValueError, "negative or not finite"),
@@ -186,7 +204,41 @@ def test_refused_amax(recipe, amax, error, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("amax", [2, np.float32(2), np.int64(2), torch.tensor([[2]]), torch.full((128, 1), 2.0).double()])
+def test_numbers_of_every_kind_are_an_amax(amax):
+    recipe = "e4m3/rowwise;amax=given"
+    assert torch.equal(fake_quantize(draw(), recipe, amax=amax), fake_quantize(draw(), recipe, amax=2.0))
+
+
+@pytest.mark.parametrize(
+    ("amax", "error", "message"),
+    [
+        (1.0, TypeError, "amax must be a torch tensor, got float"),
+        (torch.tensor(1), TypeError, "floating-point tensor, got torch.int64"),
+        (torch.tensor(torch.nan), ValueError, "negative or not finite"),
+        (torch.tensor(-1.0), ValueError, "negative or not finite"),
+        (torch.tensor(1.0, device="meta"), ValueError, "meta tensor without values"),
+    ],
+)
+def test_a_history_takes_magnitudes_only(amax, error, message):
+    history = AmaxHistory()
+    with pytest.raises(error, match=message):
+        history.record(amax)
+    assert len(history) == 0
+
+
+def test_a_history_keeps_what_it_was_told():
+    history, amax = AmaxHistory(), torch.tensor(448.0, dtype=torch.float64)
+    history.record(amax)
+    amax.fill_(1.0)
+    made = quantize(draw(), "e4m3/tensorwise;amax=delayed", amax=history)
+    assert made.scales == 1 and made.scales.dtype == torch.float32
+
+
 def test_refused_histories():
+    for length in (None, 2.5, True):
+        with pytest.raises(TypeError, match=f"length = {length}; it must be a whole number"):
+            AmaxHistory(length)
     with pytest.raises(ValueError, match="length = 0; it must be at least 1"):
         AmaxHistory(0)
     with pytest.raises(ValueError, match="algorithm = 'mean'; choose one of max, most_recent"):
@@ -223,6 +275,11 @@ def test_cast_takes_out_and_may_overwrite_its_input():
         cast(x.double(), "e4m3", out=out)
 
 
+def made_in_inference_mode():
+    with torch.inference_mode():
+        return torch.empty(4, 256)
+
+
 BUFFER = torch.zeros(8, 512)
 
 
@@ -234,6 +291,10 @@ BUFFER = torch.zeros(8, 512)
         (torch.ones(4, 256), torch.empty(4, 256).bfloat16(), TypeError, "torch.float32 tensor, got torch.bfloat16"),
         (torch.ones(4, 256), np.ones((4, 256)), TypeError, "must be a torch.float32 tensor, got float64"),
         (torch.ones(4, 256), torch.empty(4, 1).expand(4, 256), ValueError, r"expanded: .*pass out.clone\(\)"),
+        (torch.ones(4, 256), torch.empty(1024).as_strided((4, 256), (1, 1)), ValueError, r"expanded: .*pass out.clone\(\)"),
+        (torch.ones(4, 256), torch.empty(4, 256).to_sparse(), ValueError, "sparse, nested or a negated view"),
+        (torch.ones(4, 256), torch.ones(4, 256, dtype=torch.complex64).conj().imag, ValueError, "a negated view"),
+        (torch.ones(4, 256), made_in_inference_mode(), ValueError, r"in inference mode .*pass out.clone\(\)"),
         (torch.ones(4, 256), torch.empty(4, 256).requires_grad_(), ValueError, r"pass out.detach\(\)"),
         (BUFFER[:4, :256], BUFFER[1:5, :256], ValueError, "overlaps x in part"),
         (BUFFER[:4, :4], BUFFER[:4, :4].T, ValueError, "overlaps x in part"),
@@ -284,6 +345,72 @@ def test_refused_input(x, error, message):
         with pytest.raises(error, match=message) as caught:
             function(x, "e4m3/rowwise")
         assert "\n" not in str(caught.value)
+
+
+def test_nested_tensors_are_refused():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they are a prototype
+        x = torch.nested.nested_tensor([torch.ones(3), torch.ones(4)])
+    for function in (quantize, fake_quantize, cast):
+        with pytest.raises(ValueError, match="x is nested; give a dense tensor"):
+            function(x, "e4m3")
+
+
+def test_cast_refuses_what_has_no_values_and_knows_no_gradient():
+    with pytest.raises(ValueError, match="x is of layout torch.sparse_coo; give a dense tensor"):
+        cast(torch.eye(4).to_sparse(), "e4m3")
+    with pytest.raises(TypeError, match=r"got torch.float4_e2m1fn_x2; convert with .float\(\)"):
+        cast(torch.zeros(2, 16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "e4m3")
+    with pytest.raises(ValueError, match=r"unknown format \['e4m3'\]"):
+        cast(torch.ones(4), ["e4m3"])
+    x, out = torch.ones(4, requires_grad=True), torch.empty(4)
+    assert not cast(x, "e4m3").requires_grad and not cast(x, "e4m3", out=out).requires_grad
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_torch_makes_by_default_does_not_matter(name):
+    x = draw()
+    expected = fake_quantize(x, name)
+    for set_default, value, usual in (
+        (torch.set_default_dtype, torch.float64, torch.float32),
+        (torch.set_default_device, "meta", None),
+    ):
+        set_default(value)
+        try:
+            values, made = fake_quantize(x, name), quantize(x, name)
+        finally:
+            set_default(usual)
+        assert torch.equal(values, expected) and torch.equal(made.dequantize(), expected)
+        assert made.scales.dtype == torch.float32
+    with torch.inference_mode():
+        assert torch.equal(fake_quantize(x, name), expected)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e4m3/tensorwise", "e4m3/rowwise", "e4m3/columnwise", "mxfp4", "mx9", "msfp12"])
+@pytest.mark.parametrize("shape", [(1, 32), (1, 1 << 20), (70_000, 32)])
+def test_extreme_shapes(name, shape):
+    x = torch.ones(shape)
+    x[-1, -1] = -4
+    assert torch.equal(fake_quantize(x, name), x)
+
+
+def test_values_beside_float32s_greatest_may_come_back_infinite():
+    x = torch.full((1, 32), torch.finfo(torch.float32).max)
+    for name in ("mxfp8_e4m3", "mx9", "e4m3/rowwise", "bf16"):
+        assert torch.isfinite(fake_quantize(x, name)).all()
+    # The next power of two takes 256 x 2^120, which is 2^128.
+    made = quantize(x, "mxfp8_e4m3;scale_rounding=ceil")
+    assert made.scales == 2.0**120 and torch.isinf(made.dequantize()).all()
+
+
+def test_results_are_copied_pickled_and_compared_by_identity():
+    made = quantize(draw(), "mxfp4")
+    history = AmaxHistory(3)
+    history.record(torch.tensor(2.0))
+    for again in (copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
+        assert torch.equal(again(made).dequantize(), made.dequantize()) and again(made).recipe == made.recipe
+        assert repr(again(history)) == repr(history) and again(history).amax() == 2
+    assert made == made and made != copy.copy(made) and len({made, made}) == 1
 
 
 @pytest.mark.parametrize("name", Recipe.names())

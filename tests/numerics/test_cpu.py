@@ -58,7 +58,13 @@ def torch_only(monkeypatch):
     def run(function, *args, **keywords):
         with monkeypatch.context() as patched:
             patched.setattr(cpu, "supports", lambda x, recipe: False)
-            return function(*args, **keywords)
+            # torch's own threads spin while they wait, which takes seconds where cores are shared.
+            before = torch.get_num_threads()
+            torch.set_num_threads(1)
+            try:
+                return function(*args, **keywords)
+            finally:
+                torch.set_num_threads(before)
 
     return run
 
@@ -178,6 +184,45 @@ def test_it_works_where_nothing_can_be_kept_on_disk():
         "for locator in caching.CacheImpl._locator_classes: locator.from_function = classmethod(lambda *args: None)\n"
     )
     assert run_python(code + SMALL_THEN_LARGE) == ["True", "True", "True"]
+
+
+def test_it_works_where_the_disk_is_full(tmp_path):
+    code = (
+        "import numba.core.caching as caching\n"
+        "def save(*args): raise OSError(28, 'No space left on device')\n"
+        "caching.IndexDataCacheFile.save = save\n"
+    )
+    assert run_python(code + SMALL_THEN_LARGE, NUMBA_CACHE_DIR=str(tmp_path)) == ["True", "True", "True"]
+
+
+FIRST_USED_IN_THREADS = """
+import atexit, concurrent.futures, multiprocessing, os
+import torch, numerics
+
+def work(seed):
+    x = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(seed))
+    return [numerics.fake_quantize(x, name).numpy().tobytes() for name in ("e4m3/rowwise", "mx9")]
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        first, other, again, _ = pool.map(work, (0, 1, 0, 1))
+    print(first == again != other)
+    if os.fork() == 0:
+        os._exit(0 if work(0) == first else 1)
+    print(os.wait()[1])
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(work, [0]) == [first])
+    atexit.register(lambda: print(work(0) == first))
+"""
+
+
+def test_threads_processes_and_the_interpreters_end(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FIRST_USED_IN_THREADS)
+    command = [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()}, timeout=120)
+    assert done.stdout.split() == ["True", "0", "True", "True"], done.stderr
 
 
 def test_a_second_process_reads_what_the_first_compiled(tmp_path):

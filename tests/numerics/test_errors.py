@@ -85,3 +85,58 @@ def test_zero_outputs_and_bad_arguments():
         gemm_error(a, b, "e4m3/columnwise", "e4m3/rowwise", "hopper_fast")
     with pytest.raises(ValueError, match="is defined for e4m3 and e5m2; use accumulation='fp32' for bf16"):
         gemm_error(a, b, "bf16", "bf16", "hopper_fast")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        (("x", None, "bf16", "bf16", "fp32"), {}, TypeError, "b must be a torch tensor, got NoneType"),
+        (("x", [[1.0]], "bf16", "bf16", "fp32"), {}, TypeError, "b must be a torch tensor, got list"),
+        (("x", "x", "bf16", "bf16", "fp32"), {"max_rows": 0}, ValueError, "max_rows = 0; it must be at least 1, or None"),
+        (("x", "x", "bf16", "bf16", "fp32"), {"output": "e8m0"}, ValueError, "output = 'e8m0' has no sign"),
+        (("x", "x", "bf16", "bf16", "fp32"), {"output": "bf17"}, ValueError, "unknown format 'bf17'"),
+        (("x", "x", "e4m3/rowwise;amax=given", "bf16", "fp32"), {}, ValueError, "use amax='current' in e4m3/rowwise;amax=given"),
+        (("x", "x", "bf16", "e4m3/rowwise;amax=delayed", "fp32"), {}, ValueError, "use amax='current'"),
+    ],
+)
+def test_refused_arguments(arguments, options, error, message):
+    x = torch.ones(4, 32)
+    with pytest.raises(error, match=message) as caught:
+        gemm_error(*(x if a == "x" else a for a in arguments), **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_metrics_by_hand():
+    a, b = torch.tensor([[1.0, 1e-5], [0.3, 500.0]]), torch.eye(2)
+    error = gemm_error(a, b, "e4m3", "e4m3", "exact", output="fp32")
+    # 1e-5 underflows, 0.3 becomes 0.3125, 500 saturates at 448.
+    signal = 1 + 1e-10 + 0.09 + 500**2
+    noise = 1e-10 + 0.0125**2 + 52**2
+    floor = math.sqrt(signal / 4) / 256
+    assert error.mere == pytest.approx((1e-5 / floor + 0.0125 / floor + 52 / 500) / 4, rel=1e-6)
+    assert error.sqnr_db == pytest.approx(10 * math.log10(signal / noise), rel=1e-6)
+    assert error.relative_frobenius == pytest.approx(math.sqrt(noise / signal), rel=1e-6)
+    power = 1 + 0.3125**2 + 448**2
+    assert error.cosine == pytest.approx((1 + 0.3 * 0.3125 + 500 * 448) / math.sqrt(power * signal), rel=1e-6)
+    assert (error.underflow_share, error.overflow_share) == (0.25, 0.25)
+
+
+def test_outputs_that_overflow_are_infinitely_wrong():
+    a, b = (x * 1e6 for x in operands(8, 8, 32))
+    error = gemm_error(a, b, "bf16", "bf16", "exact", output="fp16")
+    assert error.mere == error.relative_frobenius == math.inf and error.sqnr_db == -math.inf
+    infinite = gemm_error(a[:1], -a[:1], "e5m2;overflow=nonfinite", "e5m2;overflow=nonfinite", "exact", output="fp32")
+    assert infinite.sqnr_db == -math.inf
+    assert math.isnan(gemm_error(a, b, "e4m3;overflow=nonfinite", "e4m3", "hopper_fast").sqnr_db)
+
+
+def test_what_is_judged_is_what_is_multiplied():
+    """One draw of stochastic rounding, one gradient-free input of any type."""
+    a, b = operands(16, 16, 64)
+    for accumulation in ("exact", "hopper_fast"):
+        torch.manual_seed(3)
+        first = gemm_error(a, b, "e4m3/rowwise;rounding=stochastic", "e4m3/rowwise", accumulation)
+        torch.manual_seed(3)
+        assert gemm_error(a, b, "e4m3/rowwise;rounding=stochastic", "e4m3/rowwise", accumulation) == first
+    expected = gemm_error(a, b, "e4m3/rowwise", "e4m3/rowwise", "exact")
+    assert gemm_error(a.clone().requires_grad_(), b.double(), "e4m3/rowwise", "e4m3/rowwise", "exact") == expected

@@ -131,6 +131,34 @@ def test_every_recipe_equals_the_scalar_reference(name):
     np.testing.assert_array_equal(fake_quantize(x, name).numpy(), scalar_quantize(x.numpy(), Recipe.parse(name)))
 
 
+def of_amaxes(columns, seed):
+    """Rows whose amax is where a scale is chosen: powers of two, formats' greatest values, subnormals, float32's greatest."""
+    rng = np.random.default_rng(seed)
+    edges = {2.0**-149, 3 * 2.0**-149, 2.0**-127, 2.0**-126, 1.0, 2.0**127, float(np.finfo(np.float32).max)}
+    edges |= {fmt.max * 2.0**power for name, fmt in FORMATS.items() if name in LISTED for power in (-130, 0, 5) if fmt.bits < 9}
+    edges = np.array(sorted(edges), np.float32)
+    with np.errstate(over="ignore"):
+        edges = np.concatenate([edges, np.nextafter(edges, np.float32(0)), np.nextafter(edges, np.float32(np.inf))])
+    edges = edges[np.isfinite(edges) & (edges > 0)]
+    shape = (len(edges), columns)
+    x = edges[:, None] * (rng.uniform(-1, 1, shape) * np.exp2(-rng.integers(0, 12, shape))).astype(np.float32)
+    x[np.arange(len(edges)), rng.integers(0, columns, len(edges))] = edges * rng.choice(np.float32([-1, 1]), len(edges))
+    return torch.from_numpy(x)
+
+
+# By row, or by a part of one: a tensor has one amax.
+EDGED = [name for name in NARROW if "/" not in name or name.endswith("/rowwise")] + CHANGED
+
+
+@pytest.mark.parametrize("name", EDGED)
+def test_every_edge_of_amax_equals_the_scalar_reference(name):
+    x = of_amaxes(32, 0)
+    with np.errstate(over="ignore"):  # see `QuantizedTensor.dequantize`
+        expected = scalar_quantize(x.numpy(), Recipe.parse(name))
+    np.testing.assert_array_equal(fake_quantize(x, name).numpy(), expected)
+    np.testing.assert_array_equal(quantize(x, name).dequantize().numpy(), expected)
+
+
 @pytest.mark.parametrize("name", LISTED)
 @pytest.mark.parametrize("rounding", ["nearest_even", "toward_zero"])
 def test_every_boundary(name, rounding):
