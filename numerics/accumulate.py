@@ -214,10 +214,9 @@ def _product(
     else:
         _check_parts(split_k, a.shape[1], 1 if scales is None else _BLOCK)
     if not (bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all())):
-        plain = a.to(torch.float64) @ b.to(torch.float64).T
         clean = [torch.where(torch.isfinite(x), x, torch.zeros_like(x)) for x in (a, b)]
         emulated = _product(clean[0], clean[1], fmt_a, fmt_b, core, split_k, scales)
-        return torch.where(torch.isfinite(plain), emulated, plain.to(torch.float32))
+        return _with_nonfinite(emulated, a, b, split_k, scales)
     total = torch.zeros((), dtype=torch.float32, device=a.device)
     for index, part in enumerate(split_k):
         blocks = slice(part.start // _BLOCK, -(-part.stop // _BLOCK))
@@ -225,6 +224,28 @@ def _product(
         summed = _part(a[:, part], b[:, part], fmt_a, fmt_b, core, some)
         total = summed if index == 0 else total + summed  # a sum with zero would lose the sign of -0
     return total
+
+
+def _with_nonfinite(
+    emulated: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    parts: Sequence[slice],
+    scales: tuple[torch.Tensor, torch.Tensor, bool] | None,
+) -> torch.Tensor:
+    """What was emulated, and what IEEE arithmetic gives where a chain meets NaN or infinity, whatever its order."""
+    k = a.shape[1]
+    plain = torch.zeros(emulated.shape, dtype=torch.float32, device=a.device)
+    reached = torch.zeros(emulated.shape, dtype=torch.bool, device=a.device)
+    for part in parts:
+        for start in range(part.start, part.stop, k if scales is None else _BLOCK):
+            some = slice(start, part.stop if scales is None else min(start + _BLOCK, part.stop))
+            chain = (a[:, some].to(torch.float64) @ b[:, some].to(torch.float64).T).to(torch.float32)
+            reached |= ~torch.isfinite(chain)
+            if scales is not None:
+                chain = chain * scales[0][:, start // _BLOCK, None] * scales[1][None, :, start // _BLOCK]
+            plain = plain + chain
+    return torch.where(reached, plain, emulated)
 
 
 def _check_parts(parts: Sequence[slice], k: int, multiple: int) -> None:

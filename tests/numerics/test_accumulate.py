@@ -230,6 +230,19 @@ CODES = torch.full((16, 64), 255, dtype=torch.uint8)
 LONG = torch.ones(8, 256).to(E4M3)
 
 
+def test_infinities_meet_the_scale_of_their_block_and_no_part_that_is_left_out():
+    a, b = torch.ones(128, 256), torch.ones(1, 256).to(E4M3)
+    a[0, 5], a[1, 200] = torch.inf, torch.nan
+    a = a.to(E5M2)
+    left = torch.ones(128, 2)
+    for scale, expected in ((-1.0, -torch.inf), (0.0, torch.nan)):
+        left[0, 0] = scale
+        y = fp8_matmul(a, b, accumulation="hopper_split", scale_a=left, scale_b=torch.ones(1, 2))
+        np.testing.assert_array_equal(y[:3, 0].numpy(), np.float32([expected, np.nan, 256]))
+    y = fp8_matmul(a, b, accumulation="hopper_fast", split_k=[slice(0, 128)])
+    assert y[:3, 0].tolist() == [torch.inf, 128, 128]
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
