@@ -49,9 +49,12 @@ def fp8_matmul(
         a: float8 tensor, or uint8 codes with `format_a`.
         b: float8 tensor, or uint8 codes with `format_b`; on the device of `a`.
         accumulation: `hopper_fast`, `hopper_split` or `hopper_mma` (`numerics.tensor_core`); `fp32` is torch's own float32
-            product (order not defined); `exact` is float64, rounded once to float32.
-        scale_a: None, one value, M values, or (M, K / 128) for blocks 1 x 128. Multiplied in FP32.
-        scale_b: None, one value, N values, (N, K / 128), or (N / 128, K / 128). Block scales need them on both sides.
+            product (in no defined order, as precise as `torch.set_float32_matmul_precision` says); `exact` is float64,
+            rounded once to float32.
+        scale_a: None, one value, M values, (M, K / 128) for blocks 1 x 128, or (M / 128, K / 128), which stands for its rows
+            repeated. Multiplied in FP32.
+        scale_b: None, one value, N values, (N, K / 128), or (N / 128, K / 128) for blocks 128 x 128, whose kernels multiply
+            both scales first. Block scales need them on both sides.
         out_dtype: float32, float64, bfloat16 or float16. The FP32 result is rounded to nearest even into this type; beyond its
             range it is infinite.
         format_a: Name in `FORMATS`, when `a` holds codes.
@@ -82,11 +85,9 @@ def fp8_matmul(
     if blocked and (left.ndim != 2 or right.ndim != 2):
         raise ValueError("block scales are needed on both operands or on none")
     if core is None:
-        wide = torch.float64 if accumulation == "exact" else torch.float32
         if blocked:
-            scaled = (values_a * left.repeat_interleave(_BLOCK, 1)), (values_b * right.repeat_interleave(_BLOCK, 1))
-            return (scaled[0].to(wide) @ scaled[1].to(wide).T).to(torch.float32).to(out_dtype)
-        product = (values_a.to(wide) @ values_b.to(wide).T).to(torch.float32)
+            values_a, values_b = values_a * left.repeat_interleave(_BLOCK, 1), values_b * right.repeat_interleave(_BLOCK, 1)
+        product = plain_product(values_a, values_b, accumulation)
     else:
         for fmt in (fmt_a, fmt_b):
             if fmt.name not in core.formats:
@@ -128,12 +129,18 @@ def bf16_matmul(
     _same_depth(a, b)
     a, b = a.detach(), b.detach()
     if core is None:
-        wide = torch.float64 if accumulation == "exact" else torch.float32
-        return (a.to(wide) @ b.to(wide).T).to(torch.float32).to(out_dtype)
+        return plain_product(a, b, accumulation).to(out_dtype)
     fmt = FORMATS["bf16"]
     if fmt.name not in core.formats:
         raise ValueError(f"{accumulation} is defined for {' and '.join(core.formats)}, not for bf16")
     return _product(a.to(torch.float32), b.to(torch.float32), fmt, fmt, core, split_k, None).to(out_dtype)
+
+
+def plain_product(a: torch.Tensor, b: torch.Tensor, accumulation: str) -> torch.Tensor:
+    """The product of (M, K) and (N, K) under `fp32` or `exact`, as float32; autocast has no say in it."""
+    wide = torch.float64 if accumulation == "exact" else torch.float32
+    with torch.autocast(a.device.type, enabled=False):
+        return (a.to(wide) @ b.to(wide).T).to(torch.float32)
 
 
 def _core(accumulation: str) -> TensorCore | None:

@@ -76,7 +76,7 @@ def gemm_error(
     """
     import torch
 
-    from numerics.accumulate import bf16_matmul, fp8_matmul
+    from numerics.accumulate import bf16_matmul, fp8_matmul, plain_product
     from numerics.formats import get_format
     from numerics.quantization import quantize
     from numerics.recipe import Recipe
@@ -122,8 +122,7 @@ def gemm_error(
             format_a=recipes[0].format, format_b=recipes[1].format,
         )  # fmt: skip
     else:
-        wide = torch.float64 if accumulation == "exact" else torch.float32
-        y = (picked[0].to(wide) @ picked[1].to(wide).T).to(torch.float32)
+        y = plain_product(picked[0], picked[1], accumulation)
     if fmt is not None:
         y = cast(y, fmt, overflow="saturate" if fmt.bits <= 8 else "nonfinite")
     return _metrics(exact, y.to(torch.float64), [max(pair) for pair in zip(*shares, strict=True)])
@@ -173,6 +172,9 @@ def _codes_and_scales(quantized: QuantizedTensor, rows: slice) -> tuple[torch.Te
     if scaling == "none":
         return codes, None
     if scaling == "block128x128":
+        if rows.step == 1:
+            return codes, scales
+        # Some rows of a block have its scale each, and are scaled as blocks 1 x 128 are: other last bits.
         scales = scales.repeat_interleave(128, 0)
     elif scaling not in ("tensorwise", "rowwise", "block1x128"):
         raise ValueError(f"Hopper kernels apply no {scaling} scales; use accumulation='fp32' for {quantized.recipe.name}")

@@ -66,7 +66,8 @@ class Recipe:
         name: The short form, what `parse` takes.
         format: Element format, or one of `SHARED_EXPONENT`.
         scaling: A key of `SCALINGS`; `none` is a plain cast.
-        scale_format: `fp32` (amax / format max), or `e8m0` (a power of two).
+        scale_format: `fp32` (amax / format max), or `e8m0` (a power of two from 2^-127 to 2^127). An int8 element counts whole
+            numbers, so that mxint8's scale is OCP's times 2^-6, and ends at 2^-127 where OCP's ends at 2^-133.
         scale_rounding: How a power of two is chosen: `floor` (OCP: exponent of amax less that of the format's max),
             `ceil` (least power that does not saturate), `nearest_even` (floor, after rounding amax to the format).
         rounding: See `numerics.cast`.

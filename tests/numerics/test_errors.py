@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from numerics.accumulate import fp8_matmul
-from numerics.errors import MERE_FLOOR, gemm_error
+from numerics.errors import MERE_FLOOR, _metrics, gemm_error
+from numerics.quantization import quantize
 
 
 def operands(m=96, n=80, k=256, seed=0):
@@ -140,3 +141,24 @@ def test_what_is_judged_is_what_is_multiplied():
         assert gemm_error(a, b, "e4m3/rowwise;rounding=stochastic", "e4m3/rowwise", accumulation) == first
     expected = gemm_error(a, b, "e4m3/rowwise", "e4m3/rowwise", "exact")
     assert gemm_error(a.clone().requires_grad_(), b.double(), "e4m3/rowwise", "e4m3/rowwise", "exact") == expected
+
+
+def test_autocast_has_no_say():
+    a, b = operands(16, 16, 64)
+    for accumulation in ("fp32", "exact"):
+        expected = gemm_error(a, b, "mxfp4", "mx9", accumulation)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert gemm_error(a, b, "mxfp4", "mx9", accumulation) == expected
+
+
+def test_blocks_are_scaled_as_the_kernel_for_them_does():
+    a, b = operands(16, 128, 512)
+    left, right = quantize(a, "e4m3/block1x128"), quantize(b, "e4m3/block128x128")
+    y = fp8_matmul(
+        left.codes, right.codes, accumulation="hopper_split", scale_a=left.scales, scale_b=right.scales,
+        format_a="e4m3", format_b="e4m3",
+    )  # fmt: skip
+    error = gemm_error(a, b, left.recipe, right.recipe, "hopper_split", output="fp32")
+    assert error == _metrics(a.double() @ b.double().T, y.double(), [error.underflow_share, error.overflow_share])
+    some = gemm_error(a, b, left.recipe, right.recipe, "hopper_split", max_rows=64)
+    assert some.sqnr_db == pytest.approx(error.sqnr_db, abs=0.3)
