@@ -247,8 +247,9 @@ def _with_nonfinite(
     for part in parts:
         for start in range(part.start, part.stop, k if scales is None else _BLOCK):
             some = slice(start, part.stop if scales is None else min(start + _BLOCK, part.stop))
-            chain = (a[:, some].to(torch.float64) @ b[:, some].to(torch.float64).T).to(torch.float32)
-            reached |= ~torch.isfinite(chain)
+            wide = a[:, some].to(torch.float64) @ b[:, some].to(torch.float64).T
+            reached |= ~torch.isfinite(wide)
+            chain = wide.to(torch.float32)
             if scales is not None:
                 chain = chain * scales[0][:, start // _BLOCK, None] * scales[1][None, :, start // _BLOCK]
             plain = plain + chain

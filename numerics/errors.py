@@ -11,7 +11,6 @@ from numerics.tensor_core import ACCUMULATIONS, TENSOR_CORES
 if TYPE_CHECKING:
     import torch
 
-    from numerics.quantization import QuantizedTensor
     from numerics.recipe import Recipe
 
 # A relative error needs a floor: with zero-mean outputs the mean of 1/|y| has no limit, one output near zero would
@@ -78,7 +77,7 @@ def gemm_error(
 
     from numerics.accumulate import bf16_matmul, fp8_matmul, plain_product
     from numerics.formats import get_format
-    from numerics.quantization import quantize
+    from numerics.quantization import codes_and_values
     from numerics.recipe import Recipe
     from numerics.rounding import cast, check_dense
 
@@ -105,22 +104,23 @@ def gemm_error(
                 f"{accumulation} is defined for {' and '.join(core.formats)}; use accumulation='fp32' for {recipe.name}"
             )
     a, b = a.detach(), b.detach()
-    made = [quantize(x, recipe) for x, recipe in zip((a, b), recipes, strict=True)]
-    shares, picked = [], []
+    fp8 = core is not None and "bf16" not in core.formats
+    shares, picked, parts = [], [], []
     kept = [slice(None, None, 1 if max_rows is None else math.ceil(len(x) / max_rows)) for x in (a, b)]
-    for x, quantized, rows in zip((a, b), made, kept, strict=True):
-        values = quantized.dequantize()
-        shares.append(_shares(x, quantized, values))
+    for x, recipe, rows in zip((a, b), recipes, kept, strict=True):
+        codes, scales, values = codes_and_values(x, recipe, codes=fp8)
+        shares.append(_shares(x, recipe, scales, values))
         picked.append(values[rows])
+        if codes is not None:
+            parts.append(_kept_codes(codes, scales, recipe, rows))
     exact = a[kept[0]].to(torch.float64) @ b[kept[1]].to(torch.float64).T
-    if core and "bf16" in core.formats:
-        y = bf16_matmul(*(x.to(torch.bfloat16) for x in picked), accumulation=accumulation)
-    elif core:
-        parts = [_codes_and_scales(quantized, rows) for quantized, rows in zip(made, kept, strict=True)]
+    if fp8:
         y = fp8_matmul(
             parts[0][0], parts[1][0], accumulation=accumulation, scale_a=parts[0][1], scale_b=parts[1][1],
             format_a=recipes[0].format, format_b=recipes[1].format,
         )  # fmt: skip
+    elif core:
+        y = bf16_matmul(*(x.to(torch.bfloat16) for x in picked), accumulation=accumulation)
     else:
         y = plain_product(picked[0], picked[1], accumulation)
     if fmt is not None:
@@ -151,24 +151,24 @@ def _metrics(exact: torch.Tensor, y: torch.Tensor, shares: list[float]) -> GemmE
     )
 
 
-def _shares(x: torch.Tensor, quantized: QuantizedTensor, values: torch.Tensor) -> tuple[float, float]:
+def _shares(x: torch.Tensor, recipe: Recipe, scales: torch.Tensor, values: torch.Tensor) -> tuple[float, float]:
     """Underflow and overflow."""
     from numerics.scaling import expand_scales
 
-    recipe = quantized.recipe
     underflow = float(((values == 0) & (x != 0)).double().mean())
     if recipe.shared is not None:
         return underflow, 0.0
     fmt = recipe.element
     top = fmt.max + 2.0 ** (fmt.max_exponent - fmt.fraction_bits - 1)
-    quotient = x.float() / expand_scales(quantized.scales, recipe, x.shape)
+    quotient = x.float() / expand_scales(scales, recipe, x.shape)
     return underflow, float((quotient.abs() > top).double().mean())
 
 
-def _codes_and_scales(quantized: QuantizedTensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _kept_codes(
+    codes: torch.Tensor, scales: torch.Tensor, recipe: Recipe, rows: slice
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What `fp8_matmul` takes, for some of the rows."""
-    scaling = quantized.recipe.scaling
-    codes, scales = quantized.codes[rows], quantized.scales
+    scaling, codes = recipe.scaling, codes[rows]
     if scaling == "none":
         return codes, None
     if scaling == "block128x128":
@@ -177,5 +177,5 @@ def _codes_and_scales(quantized: QuantizedTensor, rows: slice) -> tuple[torch.Te
         # Some rows of a block have its scale each, and are scaled as blocks 1 x 128 are: other last bits.
         scales = scales.repeat_interleave(128, 0)
     elif scaling not in ("tensorwise", "rowwise", "block1x128"):
-        raise ValueError(f"Hopper kernels apply no {scaling} scales; use accumulation='fp32' for {quantized.recipe.name}")
+        raise ValueError(f"Hopper kernels apply no {scaling} scales; use accumulation='fp32' for {recipe.name}")
     return codes, scales if scaling == "tensorwise" else scales[rows]

@@ -79,7 +79,7 @@ def quantize(
     recipe = Recipe.parse(recipe)
     x = _checked(x)
     shape = scales_shape(recipe, *x.shape)
-    dtype = torch.int16 if recipe.shared else torch.uint8 if recipe.element.bits <= 8 else torch.int32
+    dtype = _code_type(recipe)
     if out is None:
         out = QuantizedTensor(_empty(x.shape, dtype, x.device), _empty(shape, torch.float32, x.device), recipe)
     else:
@@ -123,6 +123,25 @@ def fake_quantize(
         check_out(out, x, x.shape, torch.float32, "out", may_be_x=True)
     _run(x, recipe, amax, generator, None, values=out)
     return out
+
+
+def codes_and_values(x: torch.Tensor, recipe: Recipe, *, codes: bool) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Codes (None unless wanted), scales and values of one pass, and so of one draw where rounding is stochastic.
+
+    Raises:
+        TypeError: As for `quantize`.
+        ValueError: As for `quantize`.
+    """
+    x = _checked(x)
+    made = _empty(x.shape, _code_type(recipe), x.device) if codes else None
+    scales = _empty(scales_shape(recipe, *x.shape), torch.float32, x.device)
+    values = _empty(x.shape, torch.float32, x.device)
+    _run(x, recipe, None, None, scales, made, values)
+    return made, scales, values
+
+
+def _code_type(recipe: Recipe) -> torch.dtype:
+    return torch.int16 if recipe.shared else torch.uint8 if recipe.element.bits <= 8 else torch.int32
 
 
 def _checked(x: torch.Tensor) -> torch.Tensor:

@@ -89,6 +89,9 @@ def assert_equal_paths(x, name, torch_only, **keywords):
     values = torch_only(quantization.fake_quantize, x, recipe, **keywords)
     assert same_bits(quantization.fake_quantize(x, recipe, **keywords), values)
     assert same_bits(made.dequantize(), values)
+    if not keywords:
+        codes, scales, both = quantization.codes_and_values(x, recipe, codes=True)
+        assert torch.equal(codes, made.codes) and same_bits(scales, made.scales) and same_bits(both, values)
 
 
 @pytest.mark.parametrize("name", NAMES + VARIANTS)
