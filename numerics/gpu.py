@@ -15,19 +15,27 @@ import torch
 import triton
 
 from numerics import gpu_kernels as kernels
+from numerics.gpu_columns import column_kernel, line_amax_kernel, line_scale_kernel
 from numerics.recipe import Recipe
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 # Values of one program: 32 a thread keeps enough loads in flight.
 _BLOCK = 8192
+# The same where each row or block of a row has a scale.
+_GROUPS = 2048
 # A row up to this long is held in registers between its amax and its cast.
 _LONGEST_ROW = 16384
 # Elements of the smallest program: the instructions that convert take four values of a thread at once.
 _LEAST = 128
 # Programs of the two-pass kernels; as many partial maxima are reduced by every program of the second pass.
 _PROGRAMS = 1024
-_CHUNKS = 32
+# Programs of one warp where every column has a scale: their number, the values of a turn, the columns of a cast, and
+# rows and columns of the search for maxima.
+_WARPS = 2112
+_WARP = 1024
+_COLUMNS = 128
+_LINES = (16, 256)
 
 
 def supports(x: torch.Tensor, recipe: Recipe) -> bool:
@@ -115,19 +123,19 @@ def _launch(x: torch.Tensor, recipe: Recipe, amax: Any, scales: Any, codes: Any,
             PARTIALS=partials, BLOCK=block, EVEN=size % block == 0, C=constants,
         )  # fmt: skip
     elif recipe.scaling == "columnwise":
-        width = min(128, triton.next_power_of_2(columns))
-        height = max(_BLOCK // 2 // width, 1)
-        chunk = height * triton.cdiv(triton.cdiv(rows, height), _CHUNKS)
-        grid = (triton.cdiv(columns, width), triton.cdiv(rows, chunk))
-        shape = (rows, columns, x.stride(0), chunk)
-        partials = 0
+        width = min(_COLUMNS, triton.next_power_of_2(columns))
+        height = max(min(_WARP // width, triton.next_power_of_2(rows)), _LEAST // width)
+        across = triton.cdiv(columns, width)
+        chunk = height * triton.cdiv(triton.cdiv(rows, height) * across, _WARPS)
+        inverses = None
         if amax is None:
-            amax = torch.empty(grid[1] * columns, dtype=torch.int32, device=x.device)
-            partials = triton.next_power_of_2(grid[1])
-            run(kernels.column_amax_kernel, grid, height * width, x, amax, *shape, ROWS=height, WIDTH=width)
+            scales = torch.empty(columns, dtype=torch.float32, device=x.device) if scales is None else scales
+            inverses = torch.empty(columns, dtype=torch.float32, device=x.device)
+            line_scales(x, scales, inverses, flag, constants, by_rows=False)
         run(
-            kernels.column_kernel, grid, height * width, x, amax, *outputs, *shape, grid[1],
-            PARTIALS=partials, ROWS=height, WIDTH=width, C=constants,
+            column_kernel, (across, triton.cdiv(rows, chunk)), height * width,
+            x, amax, scales, inverses, codes, values, flag, rows, columns, x.stride(0), chunk,
+            ROWS=height, WIDTH=width, C=constants,
         )  # fmt: skip
     elif recipe.scaling == "block128x128":
         run(
@@ -143,7 +151,7 @@ def _launch(x: torch.Tensor, recipe: Recipe, amax: Any, scales: Any, codes: Any,
         length, stride = (columns, x.stride(0)) if recipe.scaling == "rowwise" else (_group(recipe), _group(recipe))
         groups = size // length
         width = triton.next_power_of_2(length)
-        height = max(min(max(_BLOCK // width, 1), triton.next_power_of_2(groups)), _LEAST // width)
+        height = max(min(max(_GROUPS // width, 1), triton.next_power_of_2(groups)), _LEAST // width)
         run(
             kernels.group_kernel, (triton.cdiv(groups, height),), height * width, x, amax, *outputs, groups, length, stride,
             ROWS=height, WIDTH=width, EVEN=width == length and groups % height == 0, C=constants,
@@ -169,6 +177,33 @@ def tensor_amax(x: torch.Tensor) -> torch.Tensor:
     partials = torch.empty(programs, dtype=torch.int32, device=x.device)
     run(kernels.amax_kernel, (programs,), block, x, partials, x.numel(), BLOCK=block, EVEN=x.numel() % block == 0)
     return partials
+
+
+def line_scales(
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    inverses: torch.Tensor,
+    flag: torch.Tensor | None,
+    constants: kernels.Constants,
+    *,
+    by_rows: bool,
+) -> None:
+    """Scales of rows (with `by_rows`), then of columns, and the inverses that a cast wants, from one read of a matrix."""
+    height, width = _LINES
+    rows, columns = x.shape
+    across = triton.cdiv(columns, width)
+    chunk = height * triton.cdiv(triton.cdiv(rows, height) * across, _WARPS)
+    down = triton.cdiv(rows, chunk)
+    heads = rows if by_rows else 0
+    parts = torch.empty(across * heads + down * columns, dtype=torch.int32, device=x.device)
+    line_amax_kernel[(across, down)](
+        x, parts if by_rows else None, parts[across * heads :], rows, columns, x.stride(0), chunk,
+        ROWS=height, WIDTH=width, num_warps=1,
+    )  # fmt: skip
+    line_scale_kernel[(triton.cdiv(heads, 32) + triton.cdiv(columns, 32),)](
+        parts, scales, inverses, flag, heads, columns, across, down,
+        PARTS=64, WIDTH=32, C=constants, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def _group(recipe: Recipe) -> int:
@@ -199,6 +234,8 @@ def constants_of(recipe: Recipe, given: bool, hardware: bool) -> kernels.Constan
     nonfinite = recipe.overflow == "nonfinite"
     bounded = recipe.scaling != "none" and not recipe.is_power_of_two and not given
     max_code = ((fmt.max_exponent - fmt.min_exponent) << fmt.fraction_bits) + top
+    # Half as much again as the power of two whose last place is the grid's step there, less a code for every step below.
+    magic = ((127 + shift) << 23) + 0x400000 - ((fmt.min_exponent + 127) << fmt.fraction_bits)
     less, add = 127 + fmt.max_exponent, 0
     if recipe.scale_rounding == "nearest_even":
         add = 1 << (shift - 1)
@@ -220,7 +257,7 @@ def constants_of(recipe: Recipe, given: bool, hardware: bool) -> kernels.Constan
         max_code=max_code,
         top_code=max_code + 1,
         min_bits=(fmt.min_exponent + 127) << 23,
-        magic=(shift << 23) + 0x400000 - ((fmt.min_exponent + 127) << fmt.fraction_bits),
+        magic=float(np.int32(magic).view(np.float32)),
         shift=shift,
         half_less=(1 << shift >> 1) - 1,
         step=fmt.fraction_bits << 23,

@@ -6,93 +6,115 @@ as the quantization. Here one read of the tensor (two where amax comes first) se
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
 from numerics import gpu
-from numerics.gpu_kernels import Constants, divide, magnitude_bits, report, round_to_grid, scale_of
+from numerics.gpu_kernels import PACK_E4M3, PACK_E5M2, divide, magnitude_bits, report, round_to_grid, scale_of
 from numerics.quantization import QuantizedTensor
 from numerics.recipe import Recipe
+from numerics.scaling import scales_shape
 
 _SCALINGS = ("tensorwise", "rowwise", "block1x128", "block128x128")
-_TILE = 128
+# Rows, columns and warps of a program: of a block, of a cast under one scale, of a cast under those of rows and columns.
+_BLOCK = (128, 128, 4)
+_CAST = (64, 64, 4)
+_LINES = (32, 128, 4)
 
 
 @triton.jit
-def cross_amax_kernel(x, row_amax, column_amax, rows, columns, x_stride, chunk, TILE: tl.constexpr):
-    """Largest magnitudes, as bits, of rows and of columns, gathered into zeroed int32 vectors."""
-    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    largest = tl.zeros((TILE,), tl.int32)
-    first = tl.program_id(1) * chunk
-    for start in range(first, tl.minimum(first + chunk, rows), TILE):
-        row = start + tl.arange(0, TILE)
-        mask = (row < rows)[:, None] & (column < columns)[None, :]
-        loaded = tl.load(x + row.to(tl.int64)[:, None] * x_stride + column[None, :], mask=mask, other=0.0)
-        bits = magnitude_bits(loaded.to(tl.float32))
-        tl.atomic_max(row_amax + row, tl.max(bits, 1), mask=row < rows, sem="relaxed")
-        largest = tl.maximum(largest, tl.max(bits, 0))
-    tl.atomic_max(column_amax + column, largest, mask=column < columns, sem="relaxed")
+def row_scale(bits, slots, C: tl.constexpr):
+    """Scales, stored, and inverses of rows, to be broadcast along them."""
+    scale, inverse = scale_of(bits, C)
+    tl.store(slots, scale)
+    return scale[:, None], inverse[:, None]
+
+
+@triton.jit
+def byte(quotient, C: tl.constexpr):
+    """Codes as int32."""
+    return round_to_grid(quotient, C)[0].to(tl.uint8).to(tl.int32)
 
 
 @triton.jit
 def dual_kernel(
-    x, row_amax, column_amax, codes, turned, scales, turned_scales, flag, rows, columns, x_stride, partials,
-    PARTIALS: tl.constexpr, CROSS: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,
+    x, amax, inverses, codes, turned, scales, turned_scales, flag, rows, columns, x_stride, partials,
+    PARTIALS: tl.constexpr, LINES: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
-    """A TILE x TILE tile into both layouts.
+    """A ROWS x WIDTH tile into both layouts; `turned` is of int32, each the codes of four rows, and 4 divides `rows`.
 
-    The scale is the tensor's (PARTIALS > 0: that many partial maxima or less), or those of rows and of columns (CROSS),
-    or those of the tile's rows and of its columns (BLOCKS), or the tile's.
+    The scale is the tensor's (PARTIALS > 0: that many partial maxima or less, in `amax`), or those of rows and of columns
+    (LINES: there already, with `inverses`, rows first), or those of the tile's rows and of its columns
+    (BLOCKS), or the tile's. Four tensors hold every fourth row each, so that threads exchange words, not bytes. Tiles
+    are visited from the end: what was read last for the maxima is what the L2 still holds.
     """
-    row = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    in_row, in_column = row < rows, column < columns
+    across = tl.num_programs(0) - 1 - tl.program_id(0)
+    down = tl.num_programs(1) - 1 - tl.program_id(1)
+    group = down * (ROWS // 4) + tl.arange(0, ROWS // 4)
+    column = across * WIDTH + tl.arange(0, WIDTH)
+    in_row, in_column = group < rows // 4, column < columns
     mask = in_row[:, None] & in_column[None, :]
-    wide_row, wide_column = row.to(tl.int64), column.to(tl.int64)
-    loaded = tl.load(x + wide_row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    corner = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
-    if PARTIALS > 0:
+    row = 4 * group.to(tl.int64)
+    source = x + row[:, None] * x_stride + column[None, :]
+    x0 = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    x1 = tl.load(source + x_stride, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(source + 2 * x_stride, mask=mask, other=0.0).to(tl.float32)
+    x3 = tl.load(source + 3 * x_stride, mask=mask, other=0.0).to(tl.float32)
+    if LINES:
+        s0, i0 = tl.load(scales + row, mask=in_row)[:, None], tl.load(inverses + row, mask=in_row)[:, None]
+        s1, i1 = tl.load(scales + row + 1, mask=in_row)[:, None], tl.load(inverses + row + 1, mask=in_row)[:, None]
+        s2, i2 = tl.load(scales + row + 2, mask=in_row)[:, None], tl.load(inverses + row + 2, mask=in_row)[:, None]
+        s3, i3 = tl.load(scales + row + 3, mask=in_row)[:, None], tl.load(inverses + row + 3, mask=in_row)[:, None]
+        scale = tl.load(turned_scales + column, mask=in_column)[None, :]
+        inverse = tl.load(inverses + rows + column, mask=in_column)[None, :]
+    elif PARTIALS > 0:
         index = tl.arange(0, PARTIALS)
-        amax_bits = tl.max(tl.load(row_amax + index, mask=index < partials, other=0), 0)
-        report(flag, amax_bits)
-        scale, inverse = scale_of(amax_bits, C)
-        if corner:
-            tl.store(scales, scale)
-            tl.store(turned_scales, scale)
-    elif CROSS or BLOCKS:
-        if CROSS:
-            row_bits = tl.load(row_amax + row, mask=in_row, other=0)
-            column_bits = tl.load(column_amax + column, mask=in_column, other=0)
-        else:
-            bits = magnitude_bits(loaded)
-            row_bits = tl.max(bits, 1)
-            column_bits = tl.max(bits, 0)
-        if flag is not None:
-            report(flag, tl.max(row_bits, 0))
-        scale, inverse = scale_of(row_bits, C)
-        turned_scale, turned_inverse = scale_of(column_bits, C)
-        if CROSS:
-            if tl.program_id(0) == 0:
-                tl.store(scales + row, scale, mask=in_row)
-            if tl.program_id(1) == 0:
-                tl.store(turned_scales + column, turned_scale, mask=in_column)
-        else:
-            tl.store(scales + wide_row * tl.num_programs(0) + tl.program_id(0), scale, mask=in_row)
-            tl.store(turned_scales + wide_column * tl.num_programs(1) + tl.program_id(1), turned_scale, mask=in_column)
-        scale, inverse = scale[:, None], inverse[:, None]
+        amax_bits = tl.max(tl.load(amax + index, mask=index < partials, other=0), 0)
     else:
-        amax_bits = tl.max(tl.max(magnitude_bits(loaded), 1), 0)
+        b0, b1, b2, b3 = magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3)
+        column_bits = tl.max(tl.maximum(tl.maximum(b0, b1), tl.maximum(b2, b3)), 0)
+        if BLOCKS:
+            if flag is not None:
+                report(flag, tl.max(column_bits, 0))
+            step = tl.num_programs(0)
+            slots = scales + row * step + across
+            s0, i0 = row_scale(tl.max(b0, 1), slots, C)
+            s1, i1 = row_scale(tl.max(b1, 1), slots + step, C)
+            s2, i2 = row_scale(tl.max(b2, 1), slots + 2 * step, C)
+            s3, i3 = row_scale(tl.max(b3, 1), slots + 3 * step, C)
+            scale, inverse = scale_of(column_bits, C)
+            tl.store(turned_scales + column.to(tl.int64) * tl.num_programs(1) + down, scale)
+            scale, inverse = scale[None, :], inverse[None, :]
+        else:
+            amax_bits = tl.max(column_bits, 0)
+    if not (LINES or BLOCKS):
         report(flag, amax_bits)
         scale, inverse = scale_of(amax_bits, C)
-        tl.store(scales + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), scale)
-        tl.store(turned_scales + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), scale)
-    code, value = round_to_grid(divide(loaded, scale, inverse, C), C)
-    tl.store(codes + wide_row[:, None] * columns + column[None, :], code.to(tl.uint8), mask=mask)
-    if CROSS or BLOCKS:
-        code, value = round_to_grid(divide(loaded, turned_scale[None, :], turned_inverse[None, :], C), C)
-    target = wide_column[:, None] * rows + row[None, :]
-    tl.store(turned + target, tl.trans(code.to(tl.uint8)), mask=in_column[:, None] & in_row[None, :])
+        s0, s1, s2, s3, i0, i1, i2, i3 = scale, scale, scale, scale, inverse, inverse, inverse, inverse
+        if PARTIALS == 0 or (across == 0) & (down == 0):
+            tl.store(scales + down * tl.num_programs(0) + across, scale)
+            tl.store(turned_scales + across * tl.num_programs(1) + down, scale)
+    q0, q1, q2, q3 = divide(x0, s0, i0, C), divide(x1, s1, i1, C), divide(x2, s2, i2, C), divide(x3, s3, i3, C)
+    target = codes + row[:, None] * columns + column[None, :]
+    tl.store(target, round_to_grid(q0, C)[0].to(tl.uint8), mask=mask)
+    tl.store(target + columns, round_to_grid(q1, C)[0].to(tl.uint8), mask=mask)
+    tl.store(target + 2 * columns, round_to_grid(q2, C)[0].to(tl.uint8), mask=mask)
+    tl.store(target + 3 * columns, round_to_grid(q3, C)[0].to(tl.uint8), mask=mask)
+    if LINES or BLOCKS:
+        q0, q1 = divide(x0, scale, inverse, C), divide(x1, scale, inverse, C)
+        q2, q3 = divide(x2, scale, inverse, C), divide(x3, scale, inverse, C)
+    if C.e4m3 and (C.bounded or not C.nonfinite):
+        words = tl.inline_asm_elementwise(PACK_E4M3, "=r,r,r,r,r", [q0, q1, q2, q3], dtype=tl.int32, is_pure=True, pack=1)
+    elif C.e5m2 and (C.bounded or not C.nonfinite):
+        words = tl.inline_asm_elementwise(PACK_E5M2, "=r,r,r,r,r", [q0, q1, q2, q3], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        words = byte(q0, C) | (byte(q1, C) << 8) | (byte(q2, C) << 16) | (byte(q3, C) << 24)
+    turned += column.to(tl.int64)[:, None] * (rows // 4) + group[None, :]
+    tl.store(turned, tl.trans(words), mask=in_column[:, None] & in_row[None, :])
 
 
 def supports_dual(x: torch.Tensor, recipe: str | Recipe) -> bool:
@@ -106,7 +128,8 @@ def quantize_dual(x: torch.Tensor, recipe: str | Recipe, *, check: bool = True) 
     """`quantize(x, recipe)` and `quantize(x.t(), recipe)`, both contiguous, for little more than the price of one.
 
     Args:
-        x: (rows, K) float32, bfloat16 or float16 on the GPU; rows may be strided, other strides cost a copy.
+        x: (rows, K) float32, bfloat16 or float16 on the GPU; rows may be strided, other strides cost a copy. Where 4
+            does not divide their number, this is two quantizations and a copy.
         recipe: Scaled tensorwise, rowwise (the second result: by columns of x), block1x128 (by 128 rows of a column of
             x) or block128x128, with a format of at most 8 bits; amax is the tensor's own.
         check: As in `numerics.gpu.quantize_into`.
@@ -120,39 +143,52 @@ def quantize_dual(x: torch.Tensor, recipe: str | Recipe, *, check: bool = True) 
     recipe = Recipe.parse(recipe)
     if not supports_dual(x, recipe):
         raise ValueError(f"{recipe.name} of a {x.dtype} {tuple(x.shape)} on {x.device}: not supported; quantize x and x.t()")
-    tensorwise, crossed, blocks = (recipe.scaling == name for name in ("tensorwise", "rowwise", "block1x128"))
-    if tensorwise or x.stride(1) != 1:
+    if recipe.scaling == "tensorwise" or x.stride(1) != 1:
         x = x.contiguous()
     rows, columns = x.shape
-    shapes = {
-        "tensorwise": ((), ()),
-        "rowwise": ((rows, 1), (columns, 1)),
-        "block1x128": ((rows, columns // 128), (columns, rows // 128)),
-        "block128x128": ((rows // 128, columns // 128), (columns // 128, rows // 128)),
-    }[recipe.scaling]
-    scales, turned_scales = (torch.empty(shape, dtype=torch.float32, device=x.device) for shape in shapes)
+    shapes = scales_shape(recipe, rows, columns), scales_shape(recipe, columns, rows)
+    sizes = [math.prod(shape) for shape in shapes]
+    every = torch.empty(sum(sizes), dtype=torch.float32, device=x.device)
+    scales, turned_scales = (part.view(shape) for part, shape in zip(every.split(sizes), shapes, strict=True))
     codes, turned = (torch.empty(shape, dtype=torch.uint8, device=x.device) for shape in ((rows, columns), (columns, rows)))
-    flag = torch.zeros((), dtype=torch.int32, device=x.device) if check else None
-    grid = (triton.cdiv(columns, _TILE), triton.cdiv(rows, _TILE))
-    constants: Constants = gpu.constants_of(recipe, False, gpu.converts(x.device))
-    row_amax = column_amax = None
-    programs = 0
-    with gpu.on(x.device):
-        if tensorwise:
-            row_amax = gpu.tensor_amax(x)
-            programs = row_amax.numel()
-        elif crossed:
-            row_amax, column_amax = torch.zeros(rows + columns, dtype=torch.int32, device=x.device).split([rows, columns])
-            chunk = _TILE * triton.cdiv(grid[1], 16)
-            gpu.run(
-                cross_amax_kernel, (grid[0], triton.cdiv(rows, chunk)), _TILE * _TILE,
-                x, row_amax, column_amax, rows, columns, x.stride(0), chunk, TILE=_TILE,
-            )  # fmt: skip
-        gpu.run(
-            dual_kernel, grid, _TILE * _TILE,
-            x, row_amax, column_amax, codes, turned, scales, turned_scales, flag, rows, columns, x.stride(0), programs,
-            PARTIALS=triton.next_power_of_2(programs) if programs else 0, CROSS=crossed, BLOCKS=blocks, TILE=_TILE, C=constants,
-        )  # fmt: skip
-    if flag is not None and int(flag):
+    if rows % 4:
+        finite = gpu.quantize_into(x, recipe, None, scales, codes, check=check)
+        finite &= gpu.quantize_into(x.t(), recipe, None, turned_scales, turned, check=False)
+    else:
+        finite = _launch(x, recipe, codes, turned, every, scales, turned_scales, check)
+    if not finite:
         raise ValueError(f"{recipe.name}: a matrix of shape {(rows, columns)} is not finite")
     return QuantizedTensor(codes, scales, recipe), QuantizedTensor(turned, turned_scales, recipe)
+
+
+def _launch(
+    x: torch.Tensor,
+    recipe: Recipe,
+    codes: torch.Tensor,
+    turned: torch.Tensor,
+    every: torch.Tensor,
+    scales: torch.Tensor,
+    turned_scales: torch.Tensor,
+    check: bool,
+) -> bool:
+    """Whether all of x is finite; its values lie side by side in rows, whose number 4 divides. `every` is both scales."""
+    rows, columns = x.shape
+    tensorwise, lines, blocks = (recipe.scaling == name for name in ("tensorwise", "rowwise", "block1x128"))
+    constants = gpu.constants_of(recipe, False, gpu.converts(x.device))
+    flag = torch.zeros((), dtype=torch.int32, device=x.device) if check else None
+    amax = inverses = None
+    partials = 0
+    height, width, warps = _CAST if tensorwise else _LINES if lines else _BLOCK
+    with gpu.on(x.device):
+        if tensorwise:
+            amax = gpu.tensor_amax(x)
+            partials = amax.numel()
+        elif lines:
+            inverses = torch.empty_like(every)
+            gpu.line_scales(x, every, inverses, flag, constants, by_rows=True)
+        dual_kernel[(triton.cdiv(columns, width), triton.cdiv(rows, height))](
+            x, amax, inverses, codes, turned.view(torch.int32), scales, turned_scales, flag, rows, columns, x.stride(0), partials,
+            PARTIALS=triton.next_power_of_2(partials) if partials else 0, LINES=lines, BLOCKS=blocks, ROWS=height, WIDTH=width,
+            C=constants, num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
+    return flag is None or not int(flag)

@@ -20,10 +20,10 @@ _SIGN = tl.constexpr(-0x80000000)
 # 1.5 * 2**23 and its bits: added to a magnitude below 2**22, it leaves the rounded integer in the low bits.
 _ROUNDER = tl.constexpr(12582912.0)
 _ROUNDER_BITS = tl.constexpr(0x4B400000)
-_PACK_E4M3 = tl.constexpr(
+PACK_E4M3 = tl.constexpr(
     "{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; mov.b32 $0, {l, h};}"
 )
-_PACK_E5M2 = tl.constexpr(
+PACK_E5M2 = tl.constexpr(
     "{.reg .b16 l, h; cvt.rn.satfinite.e5m2x2.f32 l, $2, $1; cvt.rn.satfinite.e5m2x2.f32 h, $4, $3; mov.b32 $0, {l, h};}"
 )
 
@@ -48,7 +48,7 @@ class Constants:
         max_code: Code of `max`.
         top_code: The next one.
         min_bits: FP32 bits of the least normal value.
-        magic: Added to the bits of a magnitude's power of two, it gives the rounding summand's bits.
+        magic: A magnitude's power of two times this is the rounding summand.
         shift: FP32's fraction bits less the format's.
         half_less: Half of what is cut from a wide format's bits, less one.
         step: Fraction bits, at FP32's exponent field.
@@ -80,7 +80,7 @@ class Constants:
     max_code: int
     top_code: int
     min_bits: int
-    magic: int
+    magic: float
     shift: int
     half_less: int
     step: int
@@ -121,8 +121,14 @@ def report(flag, bits):
 
 
 @triton.jit
+def lift_of(scale):
+    """What a small scale is multiplied by, so that remainders stay normal numbers."""
+    return tl.where(scale < 8.673617379884035e-19, 18446744073709551616.0, 1.0)
+
+
+@triton.jit
 def scale_of(bits, C: tl.constexpr):
-    """Scale, and its inverse where that is exact, of scopes whose amax has these bits."""
+    """Scale, and the inverse that `divide` wants, of scopes whose amax has these bits."""
     if C.power:
         exponent = tl.minimum(tl.maximum(((bits + C.scale_add) >> 23) - C.scale_less, -127), 127)
         exponent = tl.where(bits == 0, 0, exponent)
@@ -132,6 +138,8 @@ def scale_of(bits, C: tl.constexpr):
         scale = tl.maximum(tl.div_rn(bits.to(tl.float32, bitcast=True), C.max), 1.1754943508222875e-38)
         scale = tl.where(bits == 0, 1.0, scale)
         inverse = scale
+        if not C.exact:
+            inverse = tl.div_rn(1.0, scale * lift_of(scale))
     return scale, inverse
 
 
@@ -148,15 +156,13 @@ def divide(x, scale, inverse, C: tl.constexpr):
         if not C.bounded:
             bound = scale * C.twice_max
             x = tl.minimum(tl.maximum(x, -bound), bound)
-        # A small scale is lifted, so that remainders stay normal numbers.
-        lift = tl.where(scale < 8.673617379884035e-19, 18446744073709551616.0, 1.0)
+        lift = lift_of(scale)
         divisor = scale * lift
-        reciprocal = tl.div_rn(1.0, divisor)
-        quotient = x * (reciprocal * lift)
+        quotient = x * (inverse * lift)
         # The remainder's sign is turned: so a zero keeps its own.
         turned = x * (-lift)
-        quotient = tl.fma(tl.fma(quotient, divisor, turned), -reciprocal, quotient)
-        quotient = tl.fma(tl.fma(quotient, divisor, turned), -reciprocal, quotient)
+        quotient = tl.fma(tl.fma(quotient, divisor, turned), -inverse, quotient)
+        quotient = tl.fma(tl.fma(quotient, divisor, turned), -inverse, quotient)
     return quotient
 
 
@@ -188,11 +194,13 @@ def round_to_grid(quotient, C: tl.constexpr):
                 value = tl.where(beyond, value - 1.0, value)
                 code = tl.where(beyond, code - 1, code)
         else:
-            exponent = tl.maximum(magnitude.to(tl.int32, bitcast=True) & _INFINITE, C.min_bits)
-            magic = (exponent + C.magic).to(tl.float32, bitcast=True)
-            total = magnitude + magic
-            value = total - magic
-            code = total.to(tl.int32, bitcast=True) - exponent + (exponent >> C.shift)
+            held = bits if C.bounded else magnitude.to(tl.int32, bitcast=True)
+            exponent = tl.maximum(held & _INFINITE, C.min_bits)
+            power = exponent.to(tl.float32, bitcast=True)
+            # The products are exact, so that these are a sum and a difference.
+            total = tl.fma(power, C.magic, magnitude)
+            value = tl.fma(power, -C.magic, total)
+            code = total.to(tl.int32, bitcast=True) + (exponent >> C.shift)
             if C.truncate:
                 beyond = value > magnitude
                 value = tl.where(beyond, value - (exponent - C.step).to(tl.float32, bitcast=True), value)
@@ -209,12 +217,13 @@ def round_to_grid(quotient, C: tl.constexpr):
         if C.integer:
             code = tl.where(bits < 0, -code, code) & C.full_mask
         else:
-            code = tl.where((bits < 0) & (code != 0), code | C.sign_mask, code)
+            # Zero's negative has no sign bit to keep.
+            code = code | (((bits & -code) >> C.sign_shift) & C.sign_mask)
         value = tl.where(bits < 0, 0.0 - value, value)
     if C.e4m3:
-        code = tl.inline_asm_elementwise(_PACK_E4M3, "=r,r,r,r,r", [quotient], dtype=tl.uint8, is_pure=True, pack=4)
+        code = tl.inline_asm_elementwise(PACK_E4M3, "=r,r,r,r,r", [quotient], dtype=tl.uint8, is_pure=True, pack=4)
     if C.e5m2:
-        code = tl.inline_asm_elementwise(_PACK_E5M2, "=r,r,r,r,r", [quotient], dtype=tl.uint8, is_pure=True, pack=4)
+        code = tl.inline_asm_elementwise(PACK_E5M2, "=r,r,r,r,r", [quotient], dtype=tl.uint8, is_pure=True, pack=4)
         if C.nonfinite and not C.bounded:
             code = tl.where(over, ((bits >> 24) & 0x80) | (C.top_code), code.to(tl.int32))
     if C.nonfinite and not C.bounded and not C.wide and not C.infinite:
@@ -377,60 +386,6 @@ def tile_kernel(x, amax, scales, codes, values, flag, columns, x_stride, TILE: t
         emit(codes + first * columns, None, offsets, None, loaded, scale, inverse, C)
     if values is not None:
         emit(None, values + first * columns, offsets, None, loaded, scale, inverse, C)
-
-
-@triton.jit
-def column_amax_kernel(x, partials, rows, columns, x_stride, chunk, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """partials[program 1, column] = largest magnitude, as bits, of a column's `chunk` rows."""
-    row = tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    first = tl.program_id(1) * chunk
-    last = tl.minimum(first + chunk, rows)
-    largest = tl.zeros((ROWS, WIDTH), tl.int32)
-    for start in range(first, last, ROWS):
-        base = x + tl.full((), start, tl.int64) * x_stride
-        mask = (row < last - start) & (column < columns)[None, :]
-        loaded = tl.load(base + row * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, magnitude_bits(loaded))
-    offset = tl.program_id(1).to(tl.int64) * columns
-    tl.store(partials + offset + column, tl.max(largest, 0), mask=column < columns)
-
-
-@triton.jit
-def column_kernel(
-    x, amax, scales, codes, values, flag, rows, columns, x_stride, chunk, partials,
-    PARTIALS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """One scale a column; amax is (columns,) float32, or (`partials`, columns) bits to be reduced when PARTIALS > 0."""
-    row = tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    valid = column < columns
-    if PARTIALS > 0:
-        index = tl.arange(0, PARTIALS)[:, None]
-        inside = (index < partials) & valid[None, :]
-        amax_bits = tl.max(tl.load(amax + index * columns + column[None, :], mask=inside, other=0), 0)
-        if flag is not None:
-            report(flag, tl.max(amax_bits, 0))
-    else:
-        amax_bits = tl.load(amax + column, mask=valid).to(tl.int32, bitcast=True)
-    scale, inverse = scale_of(amax_bits, C)
-    if scales is not None:
-        if tl.program_id(1) == 0:
-            tl.store(scales + column, scale, mask=valid)
-    scale, inverse = scale[None, :], inverse[None, :]
-    first = tl.program_id(1) * chunk
-    last = tl.minimum(first + chunk, rows)
-    for start in range(first, last, ROWS):
-        offset = tl.full((), start, tl.int64)
-        mask = (row < last - start) & valid[None, :]
-        loaded = tl.load(x + offset * x_stride + row * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        if PARTIALS == 0 and flag is not None:
-            report(flag, tl.max(tl.max(magnitude_bits(loaded), 1), 0))
-        offsets = row * columns + column[None, :]
-        if codes is not None:
-            emit(codes + offset * columns, None, offsets, mask, loaded, scale, inverse, C)
-        if values is not None:
-            emit(None, values + offset * columns, offsets, mask, loaded, scale, inverse, C)
 
 
 @triton.jit
