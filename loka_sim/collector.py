@@ -20,8 +20,10 @@ from numerics.pair import RECIPES, PairStatistics, measure_pair
 
 # Rows of one update: a slice of consecutive ones, at a seeded place, so that a long sequence costs no more than a batch.
 MAX_ROWS = 4096
-# How two operands meet is measured on the last batches, and of long sequences on the first samples that fit.
+# How two operands meet is measured on the last batches, and of long sequences on the first samples that fit. What errors
+# of different samples have in common takes more of them.
 PAIR_BATCHES = 4
+GRADIENT_BATCHES = 12
 PAIR_ROWS = 1024
 
 
@@ -85,8 +87,8 @@ class SiteCollector:
         assert isinstance(module, nn.Linear)
         weight = module.weight.detach()
         operands = {
-            "output": [(x, weight) for _, x in latest],
-            "grad_input": [(g, weight.T) for g, _ in latest],
+            "output": [(x, weight) for _, x in latest[-PAIR_BATCHES:]],
+            "grad_input": [(g, weight.T) for g, _ in latest[-PAIR_BATCHES:]],
             "grad_weight": [(g.T, x.T) for g, x in latest],
         }
         measured = {
@@ -117,7 +119,7 @@ class SiteCollector:
             samples = max(PAIR_ROWS // max(gradient[0, ..., 0].numel(), 1), 1)
             both = gradient.detach()[:samples].flatten(0, -2), inputs[:samples].flatten(0, -2)
             self._each[name] = gradient[0, ..., 0].numel()
-            self._latest[name] = [*self._latest.get(name, ()), both][-PAIR_BATCHES:]
+            self._latest[name] = [*self._latest.get(name, ()), both][-GRADIENT_BATCHES:]
 
     def _update(self, name: str, role: str, values: Tensor, whole: bool = False) -> None:
         rows = values.detach().flatten(0, -2)

@@ -20,6 +20,8 @@ from numerics.recipe import BDR_BITS, Recipe
 _FINE = 64  # pieces per octave of a curve
 _DEEPEST = 48  # octaves below amax where a curve ends
 _ABOVE = 32  # octaves above the format's max where the curve of an unscaled cast starts
+# Octaves above the format's max where the curve of an amax that is not the tensor's own starts: how little it may be of it.
+_BEYOND = 16
 # The scope whose profile serves a scaling, by contracted axis.
 _SCOPE_OF = {
     "features": {
@@ -57,18 +59,38 @@ class OperandNoise:
     overflow: float
 
 
-def operand_noise(statistics: TensorStatistics, recipe: Recipe, rows: int, k: int) -> OperandNoise:
-    """The noise of an operand (rows, k) with these statistics, oriented as it is contracted."""
+def operand_noise(statistics: TensorStatistics, recipe: Recipe, rows: int, k: int, headroom: float | None = None) -> OperandNoise:
+    """The noise of an operand (rows, k) with these statistics, oriented as it is contracted.
+
+    Args:
+        statistics: Of the operand.
+        recipe: How it is quantized.
+        rows: Its rows.
+        k: Its products in a sum.
+        headroom: For recipes with `amax` delayed or given, and only for those: that amax over the operand's own, the same
+            in every scope. Values that it does not reach saturate.
+
+    Raises:
+        ValueError: such a recipe comes without it, another one with it, or it is not a number from 2^-16 to 2^16.
+    """
+    if (headroom is None) != (recipe.amax == "current"):
+        if headroom is None:
+            raise ValueError(
+                f"recipe {recipe.name!r}: amax={recipe.amax} is not known from statistics; give headroom, that amax over the own"
+            )
+        raise ValueError(f"recipe {recipe.name!r} takes its own amax; leave out headroom = {headroom}")
+    if headroom is not None and not 2.0**-_BEYOND <= headroom <= 2.0**_BEYOND:
+        raise ValueError(f"headroom = {headroom}; give amax over the operand's own, from 2^-{_BEYOND} to 2^{_BEYOND}")
     spans = {
         "none": 1, "tensorwise": rows * k, "rowwise": k, "columnwise": rows, "block1x128": min(k, 128),
         "block128x128": min(k, 128) * min(rows, 128), "mx32": min(k, 32), "bdr16": min(k, 16),
     }  # fmt: skip
-    return _noise(statistics, recipe, spans[recipe.scaling])
+    return _noise(statistics, recipe, spans[recipe.scaling], math.log2(headroom or 1.0))
 
 
 @functools.lru_cache(maxsize=16384)
-def _noise(statistics: TensorStatistics, recipe: Recipe, length: int) -> OperandNoise:
-    """The noise when `length` elements share a scale."""
+def _noise(statistics: TensorStatistics, recipe: Recipe, length: int, above: float) -> OperandNoise:
+    """The noise when `length` elements share a scale, whose amax lies so many octaves above their own."""
     if recipe.scaling == "none":
         return _unscaled(statistics, recipe)
     scope = SCOPES.index(_SCOPE_OF[statistics.contraction][recipe.scaling])
@@ -76,7 +98,8 @@ def _noise(statistics: TensorStatistics, recipe: Recipe, length: int) -> Operand
     measured = max(float(statistics.profile_lengths[scope]), 1.0)
     growth = _amax_growth(counts, measured, length)
     # A longer scope's amax holds less of the energy: its square grew by 4^growth, and it stands for more values.
-    stay = min(1.0, 4.0**growth * measured / length)
+    stay = min(1.0, 4.0**growth * measured / length) if above == 0 else 0.0
+    growth += above
     energy, magnitudes = statistics.profile_energy[scope].astype(np.float64), counts * _MAGNITUDES
     by_order = counts, magnitudes / max(magnitudes.sum(), 1e-300), energy / max(energy.sum(), 1e-300)
     weights = np.stack([by_order[order] for order in _ORDERS])
@@ -160,7 +183,7 @@ def _stacked(recipe: Recipe, half_step: bool) -> tuple[np.ndarray, np.ndarray]:
 @functools.lru_cache(maxsize=256)
 def _curves(recipe: Recipe, half_step: bool) -> tuple[_Curve, ...]:
     """One curve, or one for each sixteenth of an octave that amax may lie in."""
-    start = -_ABOVE if recipe.scaling == "none" else 0
+    start = -_ABOVE if recipe.scaling == "none" else 0 if recipe.amax == "current" else -_BEYOND - 1
     depth = np.arange(start * _FINE, _DEEPEST * _FINE) / _FINE
     groups = _scaled_amax(recipe)
     # Points inside a piece: enough that a format's steps do not beat with them.

@@ -54,6 +54,7 @@ def predict_gemm_error(
     pair: PairStatistics | None = None,
     output: str = "bf16",
     split_k: int = 1,
+    headroom: tuple[float | None, float | None] = (None, None),
 ) -> GemmError:
     """Predict what `numerics.gemm_error` would measure.
 
@@ -69,13 +70,17 @@ def predict_gemm_error(
             errors as independent. Along features it belongs to its own N and K, and is left aside for others.
         output: Format that the outputs are rounded to; `fp32` for none.
         split_k: Parts of K that the kernel sums apart (`numerics.estimated_split_k`): shorter chains lose less.
+        headroom: Of each operand whose recipe has `amax` delayed or given: that amax over the operand's own; values beyond
+            it saturate. None for `current`.
 
     Raises:
-        ValueError: the orientations differ, a size is not positive, a name is unknown, or operands along features
-            come with a signal.
+        ValueError: the orientations differ, a size is not positive, a name is unknown, operands along features come with a
+            signal, or an amax is not the operand's own and its headroom is missing.
     """
     recipes = Recipe.parse(recipe_a), Recipe.parse(recipe_b)
-    return _predict(a_distribution, b_distribution, tuple(shape), *recipes, accumulation, signal, pair, output, split_k)
+    return _predict(
+        a_distribution, b_distribution, tuple(shape), *recipes, accumulation, signal, pair, output, split_k, tuple(headroom)
+    )
 
 
 def predict_gemm_errors(requests: Iterable[tuple]) -> list[GemmError]:
@@ -95,6 +100,7 @@ def _predict(
     pair: PairStatistics | None,
     output: str,
     split_k: int,
+    headroom: tuple[float | None, float | None],
 ) -> GemmError:
     if len(shape) != 3 or min(shape) < 1:
         raise ValueError(f"shape {shape} must be three positive numbers (M, N, K)")
@@ -112,7 +118,7 @@ def _predict(
     if pair is not None and over_features and pair.shape[1:] != (n, k):
         pair = None
     outputs = _outputs(a, b, k, signal, pair.power if pair is not None and over_features else None)
-    noise_a, noise_b = operand_noise(a, recipe_a, m, k), operand_noise(b, recipe_b, n, k)
+    noise_a, noise_b = operand_noise(a, recipe_a, m, k, headroom[0]), operand_noise(b, recipe_b, n, k, headroom[1])
     shares = max(noise_a.underflow, noise_b.underflow), max(noise_a.overflow, noise_b.overflow)
     if outputs.power <= 0:
         # All outputs are zero and stay so.
@@ -120,8 +126,8 @@ def _predict(
     bits = sum(0 if recipe.shared else recipe.element.fraction_bits for recipe in (recipe_a, recipe_b))
     spread, coupling = _rows(a, b, outputs)
     lost = _drift(a, b, outputs, accumulation, bits, coupling, split_k)
-    ratio = outputs.independent / outputs.power
-    quantized = _independent_noise(noise_a, noise_b, *_coherence(a, b, pair, recipe_a, recipe_b)) * ratio
+    sums = outputs.power / max(outputs.independent, 1e-300)
+    quantized = _random_noise(noise_a, noise_b, *_coherence(a, b, pair, recipe_a, recipe_b, k, sums), sums) / sums
     power = quantized + lost.power
     kept = (1.0 - noise_a.shrinkage) * (1.0 - noise_b.shrinkage)
     shrinkage = 1.0 - kept * (1.0 - lost.shrinkage)
@@ -197,32 +203,44 @@ def _drift(
     return drift(a, b, outputs, accumulation, bits, coupling, split_k)
 
 
-def _independent_noise(a: OperandNoise, b: OperandNoise, coherence_a: float, coherence_b: float) -> float:
-    """Power of the operands' errors in a product, relative to it, beyond what a common shrinkage explains."""
-    noise_a, noise_b = (max(x.power - x.shrinkage**2, 0.0) for x in (a, b))
-    alone = coherence_a * noise_a * (1 - b.correlation) ** 2 + coherence_b * noise_b * (1 - a.correlation) ** 2
-    return alone + noise_a * noise_b
+def _random_noise(a: OperandNoise, b: OperandNoise, coherence_a: float, coherence_b: float, sums: float) -> float:
+    """Power of the operands' errors, over that of independent products, beyond what a common shrinkage explains.
+
+    `sums` is y's own power over that of independent products.
+    """
+    seen_a, seen_b = (
+        max(coherence * _noise_in_sums(x, sums) - x.shrinkage**2 * sums, 0.0)
+        for coherence, x in ((coherence_a, a), (coherence_b, b))
+    )
+    both = max(a.power - a.shrinkage**2, 0.0) * max(b.power - b.shrinkage**2, 0.0)
+    return seen_a * (1 - b.correlation) ** 2 + seen_b * (1 - a.correlation) ** 2 + both
+
+
+def _noise_in_sums(noise: OperandNoise, sums: float) -> float:
+    """Power of an operand's errors over that of independent products: independent ones, and a shrinkage, which is y's own."""
+    return max(noise.power - noise.shrinkage**2, 0.0) + noise.shrinkage**2 * sums
 
 
 @functools.lru_cache(maxsize=16384)
 def _coherence(
-    a: TensorStatistics, b: TensorStatistics, pair: PairStatistics | None, recipe_a: Recipe, recipe_b: Recipe
+    a: TensorStatistics, b: TensorStatistics, pair: PairStatistics | None, recipe_a: Recipe, recipe_b: Recipe, k: int, sums: float
 ) -> tuple[float, float]:
-    """Noise of either operand in the products that were seen, over that of independent errors; 1 where none were seen."""
+    """Noise of either operand in the products that were seen, over that of independent errors; 1 where none were seen.
+
+    In sums over a batch's rows, at k of them, what is coherent included.
+    """
     if pair is None:
         return 1.0, 1.0
-    m, n, k = pair.shape
+    m, n, measured_k = pair.shape
     factors = []
-    for statistics, recipe, rows, noise in ((a, recipe_a, m, pair.noise_a), (b, recipe_b, n, pair.noise_b)):
+    for side, (statistics, recipe, rows) in enumerate(((a, recipe_a, m), (b, recipe_b, n))):
         names = (recipe.name,) if recipe.name in pair.recipes else pair.recipes
         logs = []
         for name in names:
-            expected = operand_noise(statistics, Recipe.parse(name), rows, k)
-            # A common shrinkage is y's own.
-            independent = max(expected.power - expected.shrinkage**2, 0.0) + expected.shrinkage**2 * pair.power
-            seen = noise[pair.recipes.index(name)]
-            if seen > 0 and independent > 0:
-                logs.append(math.log(seen / independent))
+            expected = _noise_in_sums(operand_noise(statistics, Recipe.parse(name), rows, measured_k), sums)
+            seen = pair.noise(name, k)[side]
+            if seen > 0 and expected > 0:
+                logs.append(math.log(seen / expected))
         factors.append(math.exp(sum(logs) / len(logs)) if logs else 1.0)
     return factors[0], factors[1]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from numerics import StatisticsAccumulator, gemm_error, predict_gemm_error
+from numerics import SignalAccumulator, StatisticsAccumulator, gemm_error, predict_gemm_error
 from numerics.pair import PairStatistics, measure_pair
 from numerics.quantization import fake_quantize
 
@@ -41,8 +41,9 @@ def test_rows_of_a_sample_add_up_and_samples_do_not():
     g, x = (torch.from_numpy(rng.standard_normal((64, width)).astype("f4")).repeat_interleave(16, 0) for width in (24, 32))
     alike = measure_pair([(g.T, x.T)], ("e4m3/tensorwise",), each=16)
     apart = measure_pair([(g.T, x.T)], ("e4m3/tensorwise",), each=1)
-    assert alike.noise_a[0] == pytest.approx(16 * apart.noise_a[0], rel=1e-4)
-    assert alike.noise_b[0] == pytest.approx(16 * apart.noise_b[0], rel=1e-4)
+    # All errors of a sample, whether or not samples have errors in common.
+    for one, other in zip(alike.noise("e4m3/tensorwise", 16), apart.noise("e4m3/tensorwise", 1), strict=True):
+        assert one == pytest.approx(16 * other, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -117,3 +118,49 @@ def test_store_and_refusals():
         PairStatistics((1, 2, 3), -1.0, 1.0, 1e-5, (), (), ())
     with pytest.raises(ValueError, match="pair: KeyError 'noise'"):
         PairStatistics.from_dict({})
+
+
+def lopsided(seed, samples, clicks=0.25):
+    """g and x of a classifier: many small gradients of one sign and few large ones of the other, x of one sign."""
+    rng = np.random.default_rng(seed)
+    click = rng.random((samples, 1)) < clicks
+    g = np.where(click, 0.75, -0.25) * np.linspace(0.2, 1, 48) * (1 + 0.1 * rng.standard_normal((samples, 48)))
+    return torch.from_numpy(g.astype("f4").T.copy()), torch.from_numpy(np.abs(rng.standard_normal((32, samples))).astype("f4"))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4", "mxfp8_e4m3", "e4m3/rowwise"])
+def test_errors_that_samples_have_in_common_grow_with_the_square_of_the_rows(recipe):
+    seen = [lopsided(seed, 128) for seed in range(12)]
+    pair = measure_pair(seen, (recipe,), each=1)
+    for rows in (32, 128, 512):
+        noise = independent = 0.0
+        for seed in range(40):
+            g, x = lopsided(1000 + seed, rows)
+            noise += float(((fake_quantize(g, recipe) - g).double() @ x.double().T).square().mean())
+            independent += float(g.double().square().mean(0) @ x.double().square().mean(0))
+        measured = noise / independent
+        assert 10 * np.log10(pair.noise(recipe, rows)[0] / measured) == pytest.approx(0, abs=0.7)
+        if recipe == "mxfp4" and rows == 512:
+            # Most of it is common to all samples.
+            assert measured > 3 * pair.noise(recipe, 1)[0]
+
+
+def test_coherent_noise_in_predictions():
+    signal, left, right = SignalAccumulator(), StatisticsAccumulator(48), StatisticsAccumulator(32)
+    seen = [lopsided(seed, 128, 0.4) for seed in range(40)]
+    for g, x in seen:
+        signal.update(g.T, x.T)
+        left.update(g.T)
+        right.update(x.T)
+    operands, kernel = (left.result().along_rows(), right.result().along_rows()), ("mxfp4", "mxfp4", "fp32")
+    pair = measure_pair(seen, ("mxfp4",), each=1)
+    for rows in (128, 1024):
+        signals = noises = 0.0
+        for seed in range(24):
+            g, x = lopsided(3000 + seed, rows, 0.4)
+            error, size = gemm_error(g, x, *kernel), float((g.double() @ x.double().T).square().mean())
+            signals, noises = signals + size, noises + size * error.relative_frobenius**2
+        measured = 10 * np.log10(signals / noises)
+        predicted = predict_gemm_error(*operands, (48, 32, rows), *kernel, signal.result(), pair=pair).sqnr_db
+        without = predict_gemm_error(*operands, (48, 32, rows), *kernel, signal.result()).sqnr_db
+        assert predicted == pytest.approx(measured, abs=1.0) and without > measured + 2
