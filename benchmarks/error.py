@@ -16,7 +16,8 @@ summed over the batches, MERE averaged. For each pass a row per prediction:
 The gap in SQNR: median, 95th percentile, share within half a decibel, median with its sign; the gap in MERE: median, share
 within a quarter. `strays` is by how much the SQNR of one batch differs from that of all (median). Of few batches a weight
 gradient's size is luck, the same for all sites of a model: with n batches about 6 / sqrt(n) dB. The Criteo sample's dev
-split has 409 samples; `--data synthetic` needs no files and has as many as asked for.
+split has 409 samples, in order three batches; `--shuffle` draws as many batches as asked for from it, as training does: the
+luck of a batch goes, that of the 409 stays. `--data synthetic` needs no files and has as many samples as asked for.
 """
 
 from __future__ import annotations
@@ -217,15 +218,19 @@ def compare(
 
 
 def measure(
-    model: str, training: Dataset, held_out: Dataset, config: TrainingConfig, batch: int, most: int, kernels: Sequence[Kernel]
-) -> list[Comparison]:
-    """Train, collect, and compare on the first `most` whole batches of held-out samples."""
+    model: str, training: Dataset, held_out: Dataset, config: TrainingConfig, batch: int, most: int, kernels: Sequence[Kernel],
+    shuffle: bool = False,
+) -> list[Comparison]:  # fmt: skip
+    """Train, collect, and compare on the first `most` whole batches of held-out samples, or on as many drawn from them."""
     run = train(model, training, held_out, config)
     if config.min_count > 1:
         held_out = FrequentOnly(held_out, frequent(training, config.min_count))
     chunks = [chunk for chunk in itertools.islice(held_out.chunks(batch), most) if len(chunk) == batch]
     if not chunks:
         raise UserError(f"the held-out split has fewer than {batch} samples; give a smaller --batch")
+    if shuffle:
+        epochs = (held_out.batches(batch, seed=config.seed * 1_000_003 + epoch) for epoch in itertools.count())
+        chunks = list(itertools.islice(itertools.chain.from_iterable(epochs), most))
     operands = [held_out_operands(run.model, chunk) for chunk in chunks]
     same = collected(run.model, chunks, config)
     return [
@@ -264,6 +269,7 @@ def main() -> int:
     parser.add_argument("--path", help="its file or folder")
     parser.add_argument("--batch", type=int, default=128, help="samples in a measured batch (default 128, as in training)")
     parser.add_argument("--batches", type=int, default=40, help="held-out batches, at most (default 40)")
+    parser.add_argument("--shuffle", action="store_true", help="draw batches from the held-out samples, epoch after epoch")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kernels", choices=("few", "all"), default="few", help="three kernels, or every family (default few)")
     parser.add_argument("--by-kernel", action="store_true", help="print a table per kernel too")
@@ -281,7 +287,7 @@ def main() -> int:
                 for split in datasets.SPLITS
             )
             config = TrainingConfig(seed=options.seed)
-            rows += measure(model, training, held_out, config, options.batch, options.batches, kernels)
+            rows += measure(model, training, held_out, config, options.batch, options.batches, kernels, options.shuffle)
     except LokaSimError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
