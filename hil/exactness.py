@@ -362,6 +362,15 @@ def summary(results: list[Result]) -> list[dict]:
     return rows
 
 
+def table(rows: list[dict]) -> str:
+    """A line per kernel."""
+    lines = [f"{'kernel':44s}{'shapes':>8s}{'K split':>9s}{'outputs compared':>18s}{'unequal':>9s}"]
+    for row in rows:
+        figures = f"{row['shapes']:8d}{row['split_shapes']:9d}{row['outputs']:18,d}{row['unequal']:9d}"
+        lines.append(f"{row['kernel']:44s}{figures}")
+    return "\n".join(lines)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Draw and compare until the time is up; 0 when all outputs of all kernels were equal, 1 when not, 3 without a GPU."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -381,9 +390,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\r{len(results)} GEMMs, {sum(r.unequal for r in results)} unequal outputs", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     rows = summary(results)
-    for row in rows:
-        shapes = f"{row['shapes']:4d} shapes ({row['split_shapes']:3d} split)"
-        print(f"{row['kernel']:46s} {shapes} {row['unequal']:8d} of {row['outputs']:9d} outputs unequal")
+    print(table(rows))
     worst = [asdict(r) for r in sorted(results, key=lambda r: -r.unequal)[:10] if r.unequal]
     for each in worst:
         print(each)

@@ -49,7 +49,7 @@ _KERNELS: dict[str, _Kernel] = {
     "torch/fp8_block128": _Kernel(5120, 132 * 64 * 32, 2e-6, _PARTS),
     "torch/fp8_grouped_rowwise_fast": _Kernel(note="a's scale is applied before b's: emulate b by a"),
     "torch/fp8_grouped_rowwise_split": _Kernel(note="a's scale is applied before b's: emulate b by a"),
-    "torch/bf16": _Kernel(2560, 2**21, 2e-4, f"{_PARTS}; as bf16_matmul"),
+    "torch/bf16": _Kernel(2560, 2**21, 1e-3, f"{_PARTS}; as bf16_matmul"),
     "torch/bf16_batched": _Kernel(note="as bf16_matmul"),
 }
 
