@@ -17,6 +17,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from numerics import (
     TensorStatistics,
@@ -70,7 +71,9 @@ def seconds(seed: int, sites: int) -> tuple[float, float]:
                 predict_gemm_error(g.along_rows(), x.along_rows(), (n, k, batch), recipe, recipe, accumulation)
         return time.perf_counter() - start
 
-    return run(2048), run(4096)
+    # One core a process: BLAS threads of two processes would get in each other's way.
+    with threadpool_limits(1):
+        return run(2048), run(4096)
 
 
 def accuracy() -> float:

@@ -1,8 +1,8 @@
-"""Put the present figures into the README: the first screen, the time model's accuracy, the choice benchmark.
+"""Put the present figures into the README: the first screen, the time model, what is emulated exactly, the choice benchmark.
 
     python benchmarks/readme.py
 
-Each block stands in a fence behind a comment that names it. tests/test_readme.py holds the first two to the truth.
+Each block stands in a fence behind a comment that names it. tests/test_readme.py holds all but the last to the truth.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from hil.exactness import table as exactness_table
 from perfmodel import data_folder
 from perfmodel.fit import table
 
@@ -28,6 +29,11 @@ def first_screen() -> str:
 def accuracy() -> str:
     """The time model's table."""
     return table(json.loads((data_folder() / "h200" / "models" / "manifest.json").read_text()))
+
+
+def exactness() -> str:
+    """The emulator against the hardware, kernel by kernel."""
+    return exactness_table(json.loads((data_folder() / "h200" / "exactness.json").read_text())["rows"])
 
 
 def choice() -> str:
@@ -47,7 +53,7 @@ def block(text: str, name: str) -> str:
 def main() -> int:
     """Rewrite the blocks."""
     text = README.read_text()
-    for name, make in (("whatif", first_screen), ("fit", accuracy), ("choice", choice)):
+    for name, make in (("whatif", first_screen), ("fit", accuracy), ("exactness", exactness), ("choice", choice)):
         text = text.replace(block(text, name), make().strip())
     README.write_text(text)
     return 0

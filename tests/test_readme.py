@@ -35,6 +35,10 @@ def test_accuracy_of_the_time_model(readme):
     assert readme.block((ROOT / "README.md").read_text(), "fit") == readme.accuracy().strip()
 
 
+def test_what_is_emulated_exactly(readme):
+    assert readme.block((ROOT / "README.md").read_text(), "exactness") == readme.exactness().strip()
+
+
 def test_every_verb_in_the_readme_exists():
     from loka_sim.cli import main
 
