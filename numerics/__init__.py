@@ -2,6 +2,18 @@
 
 The API is flat and lazy: names are imported when first used, so that `numerics.TensorStatistics`,
 `numerics.Recipe` and what is built on statistics alone never bring torch with them.
+
+Rooms, each built on those before it:
+
+    formats, rounding           a number's grid, one algorithm for all of them
+    recipe, scaling             what an operand becomes, by name; its amax and scales
+    quantization                the one way in: to cpu (jit), gpu (gpu_kernels, gpu_columns, gpu_dual) or plain torch
+    tensor_core, accumulate     how products are summed, as data and at speed; reference: one at a time; verified: how true
+    errors                      what a GEMM in low precision is off by
+    normal, distributions       statistics of a tensor; collect: from tensors; families: from parameters
+    noise, drift                what quantizing an operand costs, what the accumulator does
+    gradient, pair              what two tensors are to each other
+    predict, monte_carlo        a GEMM's error from statistics: an estimate, and its reference by sampling
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The error of one GEMM by sampling: operands drawn from their distributions, quantized, multiplied and measured.
 
-The reference that `numerics.predict_gemm_error` is tested against, as in LoKA (arXiv 2605.10886, 100 pairs a layer): slower
-by four orders of magnitude, and sure of its own figures within the standard errors that it states.
+The reference that `numerics.predict_gemm_error` is tested against, as in LoKA (arXiv 2605.10886, 100 pairs a layer): far
+slower, and sure of its own figures within the standard errors that it states.
 """
 
 from __future__ import annotations
