@@ -15,7 +15,7 @@ import numpy as np
 
 from numerics.distributions import BINS_PER_OCTAVE, LEVELS, PHASES, PROFILE_BINS, SCOPES, TensorStatistics
 from numerics.formats import Format
-from numerics.recipe import BDR_BITS, Recipe
+from numerics.recipe import Recipe
 
 _FINE = 64  # pieces per octave of a curve
 _DEEPEST = 48  # octaves below amax where a curve ends
@@ -212,8 +212,8 @@ def _scaled_amax(recipe: Recipe) -> np.ndarray:
     if not recipe.is_power_of_two:
         return np.array([[recipe.element.max]])
     phases = ((np.arange(8 * PHASES) + 0.5) / (8 * PHASES)).reshape(PHASES, 8)
-    if recipe.format in BDR_BITS:
-        return np.exp2(BDR_BITS[recipe.format] - 1 + phases)
+    if recipe.shared is not None:
+        return np.exp2(recipe.shared.magnitude_bits - 1 + phases)
     fmt = recipe.element
     if recipe.scale_rounding == "ceil":
         return fmt.max * np.exp2(-((math.log2(fmt.max) - phases) % 1.0))
@@ -230,8 +230,8 @@ def _unscaled_reference(fmt: Format) -> float:
 
 def _errors(values: np.ndarray, recipe: Recipe, half_step: bool) -> tuple[np.ndarray, ...]:
     """Of positive values on the element's grid: relative error squared, lost share twice, underflow, overflow."""
-    if recipe.format in BDR_BITS:
-        bits = BDR_BITS[recipe.format]
+    if recipe.shared is not None:
+        bits = recipe.shared.magnitude_bits
         step = np.where(values < 2.0 ** (bits - 1), 0.5 if half_step else 1.0, 1.0)
         rounded = np.minimum((np.trunc if recipe.rounding == "toward_zero" else np.rint)(values / step), 2.0**bits - 1) * step
         overflow, most = np.zeros_like(values), 2.0**bits - 1

@@ -42,7 +42,6 @@ SHARED_EXPONENT = {
     "mx9": SharedExponent(7, True), "mx6": SharedExponent(4, True), "mx4": SharedExponent(2, True),
     "msfp16": SharedExponent(7, False), "msfp12": SharedExponent(3, False),
 }  # fmt: skip
-BDR_BITS = {name: shared.magnitude_bits for name, shared in SHARED_EXPONENT.items()}
 _SCALED = ("tensorwise", "rowwise", "columnwise", "block1x128", "block128x128")
 # e8m0 holds scales; it has no sign and is no element format.
 _ELEMENTS = tuple(name for name in FORMATS if name != "e8m0")
