@@ -6,6 +6,7 @@ The name joins the floors: perfmodel times it, numerics judges its recipe, hil r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,8 @@ class KernelSpec:
 
     Attributes:
         name: `library/what`, the key in timing files, models and dispatch tables.
-        kind: `gemm`, `batched_gemm`, `quantize` (bf16 in, e4m3 and scales out), `layout` or `pointwise`.
+        kind: `gemm`, `batched_gemm`, `linear` (forward and backward of one linear layer), `quantize` (bf16 in, e4m3 and
+            scales out), `layout` or `pointwise`.
         recipe_a: Recipe of the left operand (M, K), for `numerics.Recipe.parse`; bf16 for none.
         recipe_b: Recipe of the right operand, stored (N, K).
         accumulation: `hopper_fast`, `hopper_split` or `fp32` (see `numerics.fp8_matmul`).
@@ -22,6 +24,8 @@ class KernelSpec:
         quantize_b: Kernel that makes the right operand from a row-major bf16 (N, K).
         multiple_m: M must be a multiple of this; likewise N and K.
         min_capability: Least CUDA compute capability.
+        requires: The distribution that it comes from, as a PEP 508 requirement; None where torch and triton are enough.
+        module: What is imported to run it; None likewise.
     """
 
     name: str
@@ -35,6 +39,8 @@ class KernelSpec:
     multiple_n: int = 1
     multiple_k: int = 1
     min_capability: tuple[int, int] = (8, 0)
+    requires: str | None = None
+    module: str | None = None
 
     @property
     def library(self) -> str:
@@ -56,11 +62,60 @@ class KernelSpec:
         return None
 
 
-def _fp8(name: str, scaling: str, accumulation: str) -> KernelSpec:
-    quantize = f"torch/quantize_{scaling}"
+_BLOCK128 = {"multiple_n": 128, "multiple_k": 128}
+_FBGEMM = {"requires": "fbgemm-gpu-genai>=1.0", "module": "fbgemm_gpu"}
+_TORCHAO = {"requires": "torchao>=0.17", "module": "torchao"}
+_DEEPGEMM = {"requires": "deep-gemm>=2.0", "module": "deep_gemm"}
+_TE = {"requires": "transformer-engine>=2.0", "module": "transformer_engine"}
+
+
+def _fp8(name: str, scaling: str, accumulation: str, quantizers: str = "torch", **fields: Any) -> KernelSpec:
+    """An FP8 GEMM that scales both operands alike; the fields of `KernelSpec` that differ from cuBLAS' may follow."""
+    quantize = f"{quantizers}/quantize_{scaling}"
+    fields = {"multiple_n": 16, "multiple_k": 16, **fields}
     return KernelSpec(
-        f"torch/{name}", "gemm", f"e4m3/{scaling}", f"e4m3/{scaling}", accumulation, quantize, quantize,
-        multiple_n=16, multiple_k=16, min_capability=(9, 0),
+        name, "gemm", f"e4m3/{scaling}", f"e4m3/{scaling}", f"hopper_{accumulation}", quantize, quantize,
+        min_capability=(9, 0), **fields,
+    )  # fmt: skip
+
+
+def _block128(name: str, quantizers: str = "torch", **fields: Any) -> KernelSpec:
+    """An FP8 GEMM of 1x128 by 128x128 blocks."""
+    return KernelSpec(
+        name, "gemm", "e4m3/block1x128", "e4m3/block128x128", "hopper_split", f"{quantizers}/quantize_block1x128",
+        f"{quantizers}/quantize_block128x128", min_capability=(9, 0), **_BLOCK128, **fields,
+    )  # fmt: skip
+
+
+def _grouped(accumulation: str) -> KernelSpec:
+    """`torch._scaled_grouped_mm` of equal groups, scaled by rows."""
+    return KernelSpec(
+        f"torch/fp8_grouped_rowwise_{accumulation}", "batched_gemm", "e4m3/rowwise", "e4m3/rowwise", f"hopper_{accumulation}",
+        "torch/quantize_rowwise", "torch/quantize_rowwise", multiple_n=16, multiple_k=16, min_capability=(9, 0),
+    )  # fmt: skip
+
+
+def _linear(name: str, recipe: str | None = None, **fields: Any) -> KernelSpec:
+    """Forward and backward of a linear layer: (m, k) by (n, k), every size a multiple of 16 where it is FP8."""
+    multiples = dict.fromkeys(("multiple_m", "multiple_n", "multiple_k"), 16) if recipe else {}
+    capability = (9, 0) if recipe else (8, 0)
+    return KernelSpec(name, "linear", recipe or "bf16", recipe or "bf16", min_capability=capability, **multiples, **fields)
+
+
+def _quantizers(library: str, suffix: str = "") -> tuple[KernelSpec, ...]:
+    """One for every scaling. Row-major bf16 (rows, cols) in; e4m3 and FP32 scales out.
+
+    `_transposed`: the e4m3 result is (cols, rows) row-major and scaled along rows, as grad_weight needs it. `_dual`: both
+    results from one kernel.
+    """
+    return (
+        KernelSpec(f"{library}/quantize_tensorwise{suffix}", "quantize"),
+        KernelSpec(f"{library}/quantize_rowwise{suffix}", "quantize"),
+        KernelSpec(
+            f"{library}/quantize_block1x128{suffix}", "quantize",
+            multiple_m=128 if suffix else 1, multiple_k=1 if suffix == "_transposed" else 128,
+        ),
+        KernelSpec(f"{library}/quantize_block128x128{suffix}", "quantize", multiple_m=128, multiple_k=128),
     )  # fmt: skip
 
 
@@ -69,25 +124,36 @@ KERNELS: dict[str, KernelSpec] = {
     for spec in (
         KernelSpec("torch/bf16", "gemm", "bf16", "bf16"),
         KernelSpec("torch/bf16_batched", "batched_gemm", "bf16", "bf16"),
-        _fp8("fp8_tensorwise_fast", "tensorwise", "hopper_fast"),
-        _fp8("fp8_tensorwise_split", "tensorwise", "hopper_split"),
-        _fp8("fp8_rowwise_fast", "rowwise", "hopper_fast"),
-        _fp8("fp8_rowwise_split", "rowwise", "hopper_split"),
-        KernelSpec(
-            "torch/fp8_block128", "gemm", "e4m3/block1x128", "e4m3/block128x128", "hopper_split",
-            "torch/quantize_block1x128", "torch/quantize_block128x128",
-            multiple_m=4, multiple_n=128, multiple_k=128, min_capability=(9, 0),
-        ),  # fmt: skip
-        # Quantization: row-major bf16 (rows, cols) in; e4m3 and FP32 scales out, compiled by torch.compile.
-        # `_transposed`: the e4m3 result is (cols, rows) row-major and scaled along rows, as grad_weight needs it.
-        KernelSpec("torch/quantize_tensorwise", "quantize"),
-        KernelSpec("torch/quantize_rowwise", "quantize"),
-        KernelSpec("torch/quantize_block1x128", "quantize", multiple_k=128),
-        KernelSpec("torch/quantize_block128x128", "quantize", multiple_m=128, multiple_k=128),
-        KernelSpec("torch/quantize_tensorwise_transposed", "quantize"),
-        KernelSpec("torch/quantize_rowwise_transposed", "quantize"),
-        KernelSpec("torch/quantize_block1x128_transposed", "quantize", multiple_m=128),
-        KernelSpec("torch/quantize_block128x128_transposed", "quantize", multiple_m=128, multiple_k=128),
+        # cuBLAS and CUTLASS, through torch._scaled_mm.
+        *(_fp8(f"torch/fp8_{s}_{how}", s, how) for s in ("tensorwise", "rowwise") for how in ("fast", "split")),
+        _block128("torch/fp8_block128", multiple_m=4),
+        _grouped("fast"),
+        _grouped("split"),
+        # Our own, in Triton, for outputs so small that the above leave most of the GPU idle.
+        *(_fp8(f"loka/fp8_{s}_{how}", s, how, "loka") for s in ("tensorwise", "rowwise") for how in ("fast", "split")),
+        _fp8("fbgemm/fp8_rowwise_fast", "rowwise", "fast", "fbgemm", **_FBGEMM),
+        _fp8("fbgemm/fp8_rowwise_split", "rowwise", "split", "fbgemm", **_FBGEMM),
+        _fp8("fbgemm/fp8_triton_rowwise", "rowwise", "fast", "fbgemm", **_FBGEMM),
+        _block128("fbgemm/fp8_block128", "loka", **_FBGEMM),
+        _block128("deepgemm/fp8_block128", "loka", **_DEEPGEMM),
+        # Whole layers, as a user would convert them.
+        _linear("torch/linear_bf16"),
+        _linear("torchao/linear_tensorwise", "e4m3/tensorwise", **_TORCHAO),
+        _linear("torchao/linear_rowwise", "e4m3/rowwise", **_TORCHAO),
+        _linear("torchao/linear_rowwise_gw_hp", "e4m3/rowwise", **_TORCHAO),
+        _linear("transformer_engine/linear_fp8_delayed", "e4m3/tensorwise", **_TE),
+        _linear("transformer_engine/linear_fp8_current", "e4m3/tensorwise", **_TE),
+        _linear("transformer_engine/linear_fp8_block", "e4m3/block1x128", **_TE),
+        # Quantization, compiled by torch.compile; in our own kernels; in FBGEMM's.
+        *_quantizers("torch"),
+        *_quantizers("torch", "_transposed"),
+        *_quantizers("loka"),
+        *_quantizers("loka", "_transposed"),
+        *_quantizers("loka", "_dual"),
+        # The amax of an earlier step scales it, and its own amax comes out for the next.
+        KernelSpec("loka/quantize_tensorwise_delayed", "quantize"),
+        KernelSpec("fbgemm/quantize_tensorwise", "quantize", **_FBGEMM),
+        KernelSpec("fbgemm/quantize_rowwise", "quantize", **_FBGEMM),
         # e4m3 (rows, cols) in, e4m3 (cols, rows) out.
         KernelSpec("torch/transpose_e4m3", "layout"),
         # bf16 (rows, cols) in and out, compiled. An activation behind a norm fuses into it.
@@ -102,3 +168,5 @@ KERNELS: dict[str, KernelSpec] = {
 }  # fmt: skip
 
 GEMM_KERNELS = tuple(name for name, spec in KERNELS.items() if spec.kind == "gemm")
+
+LIBRARIES = tuple(dict.fromkeys(spec.library for spec in KERNELS.values()))

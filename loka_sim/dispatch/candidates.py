@@ -23,7 +23,7 @@ from perfmodel.kernels import GEMM_KERNELS, KERNELS
 
 BF16 = "torch/bf16"
 BF16_BATCHED = "torch/bf16_batched"
-FP8_KERNELS = tuple(name for name in GEMM_KERNELS if KERNELS[name].is_fp8)
+FP8_KERNELS = tuple(name for name in GEMM_KERNELS if KERNELS[name].is_fp8 and KERNELS[name].library == "torch")
 
 Assignment = Mapping[str, str]
 """Kernel name per pass."""
