@@ -61,6 +61,7 @@ def quantize_into(
     values: torch.Tensor | None = None,
     *,
     check: bool = True,
+    amax_out: torch.Tensor | None = None,
 ) -> bool:
     """Quantize a matrix that `supports` accepts.
 
@@ -74,13 +75,17 @@ def quantize_into(
         values: Written: (rows, K) float32, what the codes stand for; may be x.
         check: Look at the result of the check for NaN and infinities, which waits for the GPU. Without it nothing
             waits and nothing is allocated that a CUDA graph could not hold.
+        amax_out: Raised, in the same pass, to x's largest magnitude: one float32, zero for that alone. Delayed scaling
+            needs it: tensorwise, with `amax` given. NaN or infinite when x is not finite.
 
     Returns:
         Whether all of x is finite; True without a look when `check` is False. When not, what was written means nothing.
 
     Raises:
-        ValueError: an amax was given to a shared-exponent recipe.
+        ValueError: an amax was given to a shared-exponent recipe, or `amax_out` to one that is not tensorwise.
     """
+    if amax_out is not None and recipe.scaling != "tensorwise":
+        raise ValueError(f"{recipe.name}: amax_out is one tensor's; use a tensorwise recipe or leave it out")
     if amax is not None and recipe.shared is not None:
         raise ValueError(f"{recipe.name} takes its exponents from the tensor, not from a given amax")
     if recipe.scaling in ("none", "tensorwise", "block1x128", "mx32", "bdr16") or x.stride(1) != 1:
@@ -91,14 +96,14 @@ def quantize_into(
     }
     flag = torch.zeros((), dtype=torch.int32, device=x.device) if check else None
     with on(x.device):
-        _launch(x, recipe, None if amax is None else amax.contiguous(), flag=flag, **dense)
+        _launch(x, recipe, None if amax is None else amax.contiguous(), flag=flag, amax_out=amax_out, **dense)
     for tensor, written in zip((scales, codes, values), dense.values(), strict=True):
         if tensor is not None and written is not None and written is not tensor:
             tensor.copy_(written)
     return flag is None or not int(flag)
 
 
-def _launch(x: torch.Tensor, recipe: Recipe, amax: Any, scales: Any, codes: Any, values: Any, flag: Any) -> None:
+def _launch(x: torch.Tensor, recipe: Recipe, amax: Any, scales: Any, codes: Any, values: Any, flag: Any, amax_out: Any) -> None:
     rows, columns = x.shape
     size = x.numel()
     if recipe.shared is not None:
@@ -119,7 +124,8 @@ def _launch(x: torch.Tensor, recipe: Recipe, amax: Any, scales: Any, codes: Any,
             amax = tensor_amax(x)
             partials = triton.next_power_of_2(programs)
         run(
-            kernels.flat_kernel, (programs,), block, x, amax, *outputs, size, programs,
+            kernels.flat_kernel, (programs,), block, x, amax, *outputs,
+            None if amax_out is None else amax_out.view(torch.int32), size, programs,
             PARTIALS=partials, BLOCK=block, EVEN=size % block == 0, C=constants,
         )  # fmt: skip
     elif recipe.scaling == "columnwise":

@@ -1,7 +1,7 @@
-"""Quantization that writes a matrix and its transpose at once, each contiguous along its own contracted axis.
+"""Quantization that writes a matrix and its transpose at once, or its transpose alone, contiguous along the contracted axis.
 
 A weight's gradient contracts over the batch, so its operands are needed turned; a pass of its own for that costs as much
-as the quantization. Here one read of the tensor (two where amax comes first) serves both layouts.
+as the quantization. Here one read of the tensor (two where amax comes first) serves both layouts, or turns what it casts.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def dual_kernel(
 ):  # fmt: skip
     """A ROWS x WIDTH tile into both layouts; `turned` is of int32, each the codes of four rows, and 4 divides `rows`.
 
+    Without `codes`, `turned` alone is written, and `inverses` are of columns alone.
+
     The scale is the tensor's (PARTIALS > 0: that many partial maxima or less, in `amax`), or those of rows and of columns
     (LINES: there already, with `inverses`, rows first), or those of the tile's rows and of its columns
     (BLOCKS), or the tile's. Four tensors hold every fourth row each, so that threads exchange words, not bytes. Tiles
@@ -65,12 +67,13 @@ def dual_kernel(
     x2 = tl.load(source + 2 * x_stride, mask=mask, other=0.0).to(tl.float32)
     x3 = tl.load(source + 3 * x_stride, mask=mask, other=0.0).to(tl.float32)
     if LINES:
-        s0, i0 = tl.load(scales + row, mask=in_row)[:, None], tl.load(inverses + row, mask=in_row)[:, None]
-        s1, i1 = tl.load(scales + row + 1, mask=in_row)[:, None], tl.load(inverses + row + 1, mask=in_row)[:, None]
-        s2, i2 = tl.load(scales + row + 2, mask=in_row)[:, None], tl.load(inverses + row + 2, mask=in_row)[:, None]
-        s3, i3 = tl.load(scales + row + 3, mask=in_row)[:, None], tl.load(inverses + row + 3, mask=in_row)[:, None]
+        if codes is not None:
+            s0, i0 = tl.load(scales + row, mask=in_row)[:, None], tl.load(inverses + row, mask=in_row)[:, None]
+            s1, i1 = tl.load(scales + row + 1, mask=in_row)[:, None], tl.load(inverses + row + 1, mask=in_row)[:, None]
+            s2, i2 = tl.load(scales + row + 2, mask=in_row)[:, None], tl.load(inverses + row + 2, mask=in_row)[:, None]
+            s3, i3 = tl.load(scales + row + 3, mask=in_row)[:, None], tl.load(inverses + row + 3, mask=in_row)[:, None]
         scale = tl.load(turned_scales + column, mask=in_column)[None, :]
-        inverse = tl.load(inverses + rows + column, mask=in_column)[None, :]
+        inverse = tl.load(inverses + (0 if codes is None else rows) + column, mask=in_column)[None, :]
     elif PARTIALS > 0:
         index = tl.arange(0, PARTIALS)
         amax_bits = tl.max(tl.load(amax + index, mask=index < partials, other=0), 0)
@@ -80,12 +83,13 @@ def dual_kernel(
         if BLOCKS:
             if flag is not None:
                 report(flag, tl.max(column_bits, 0))
-            step = tl.num_programs(0)
-            slots = scales + row * step + across
-            s0, i0 = row_scale(tl.max(b0, 1), slots, C)
-            s1, i1 = row_scale(tl.max(b1, 1), slots + step, C)
-            s2, i2 = row_scale(tl.max(b2, 1), slots + 2 * step, C)
-            s3, i3 = row_scale(tl.max(b3, 1), slots + 3 * step, C)
+            if codes is not None:
+                step = tl.num_programs(0)
+                slots = scales + row * step + across
+                s0, i0 = row_scale(tl.max(b0, 1), slots, C)
+                s1, i1 = row_scale(tl.max(b1, 1), slots + step, C)
+                s2, i2 = row_scale(tl.max(b2, 1), slots + 2 * step, C)
+                s3, i3 = row_scale(tl.max(b3, 1), slots + 3 * step, C)
             scale, inverse = scale_of(column_bits, C)
             tl.store(turned_scales + column.to(tl.int64) * tl.num_programs(1) + down, scale)
             scale, inverse = scale[None, :], inverse[None, :]
@@ -96,15 +100,17 @@ def dual_kernel(
         scale, inverse = scale_of(amax_bits, C)
         s0, s1, s2, s3, i0, i1, i2, i3 = scale, scale, scale, scale, inverse, inverse, inverse, inverse
         if PARTIALS == 0 or (across == 0) & (down == 0):
-            tl.store(scales + down * tl.num_programs(0) + across, scale)
+            if codes is not None:
+                tl.store(scales + down * tl.num_programs(0) + across, scale)
             tl.store(turned_scales + across * tl.num_programs(1) + down, scale)
-    q0, q1, q2, q3 = divide(x0, s0, i0, C), divide(x1, s1, i1, C), divide(x2, s2, i2, C), divide(x3, s3, i3, C)
-    target = codes + row[:, None] * columns + column[None, :]
-    tl.store(target, round_to_grid(q0, C)[0].to(tl.uint8), mask=mask)
-    tl.store(target + columns, round_to_grid(q1, C)[0].to(tl.uint8), mask=mask)
-    tl.store(target + 2 * columns, round_to_grid(q2, C)[0].to(tl.uint8), mask=mask)
-    tl.store(target + 3 * columns, round_to_grid(q3, C)[0].to(tl.uint8), mask=mask)
-    if LINES or BLOCKS:
+    if codes is not None:
+        q0, q1, q2, q3 = divide(x0, s0, i0, C), divide(x1, s1, i1, C), divide(x2, s2, i2, C), divide(x3, s3, i3, C)
+        target = codes + row[:, None] * columns + column[None, :]
+        tl.store(target, round_to_grid(q0, C)[0].to(tl.uint8), mask=mask)
+        tl.store(target + columns, round_to_grid(q1, C)[0].to(tl.uint8), mask=mask)
+        tl.store(target + 2 * columns, round_to_grid(q2, C)[0].to(tl.uint8), mask=mask)
+        tl.store(target + 3 * columns, round_to_grid(q3, C)[0].to(tl.uint8), mask=mask)
+    if LINES or BLOCKS or codes is None:
         q0, q1 = divide(x0, scale, inverse, C), divide(x1, scale, inverse, C)
         q2, q3 = divide(x2, scale, inverse, C), divide(x3, scale, inverse, C)
     if C.e4m3 and (C.bounded or not C.nonfinite):
@@ -140,11 +146,7 @@ def quantize_dual(x: torch.Tensor, recipe: str | Recipe, *, check: bool = True) 
     Raises:
         ValueError: `supports_dual` says no, or x is not finite.
     """
-    recipe = Recipe.parse(recipe)
-    if not supports_dual(x, recipe):
-        raise ValueError(f"{recipe.name} of a {x.dtype} {tuple(x.shape)} on {x.device}: not supported; quantize x and x.t()")
-    if recipe.scaling == "tensorwise" or x.stride(1) != 1:
-        x = x.contiguous()
+    recipe, x = _taken(x, recipe)
     rows, columns = x.shape
     shapes = scales_shape(recipe, rows, columns), scales_shape(recipe, columns, rows)
     sizes = [math.prod(shape) for shape in shapes]
@@ -156,22 +158,58 @@ def quantize_dual(x: torch.Tensor, recipe: str | Recipe, *, check: bool = True) 
         finite &= gpu.quantize_into(x.t(), recipe, None, turned_scales, turned, check=False)
     else:
         finite = _launch(x, recipe, codes, turned, every, scales, turned_scales, check)
-    if not finite:
-        raise ValueError(f"{recipe.name}: a matrix of shape {(rows, columns)} is not finite")
+    _refuse_unless(finite, recipe, x)
     return QuantizedTensor(codes, scales, recipe), QuantizedTensor(turned, turned_scales, recipe)
+
+
+def quantize_turned(x: torch.Tensor, recipe: str | Recipe, *, check: bool = True) -> QuantizedTensor:
+    """`quantize(x.t(), recipe)`, contiguous, without a copy of x: the second result of `quantize_dual`, alone.
+
+    Returns:
+        (K, rows) codes with their scales.
+
+    Raises:
+        ValueError: as `quantize_dual`.
+    """
+    recipe, x = _taken(x, recipe)
+    rows, columns = x.shape
+    scales = torch.empty(scales_shape(recipe, columns, rows), dtype=torch.float32, device=x.device)
+    turned = torch.empty((columns, rows), dtype=torch.uint8, device=x.device)
+    if rows % 4:
+        finite = gpu.quantize_into(x.t(), recipe, None, scales, turned, check=check)
+    else:
+        finite = _launch(x, recipe, None, turned, scales, None, scales, check)
+    _refuse_unless(finite, recipe, x)
+    return QuantizedTensor(turned, scales, recipe)
+
+
+def _taken(x: torch.Tensor, recipe: str | Recipe) -> tuple[Recipe, torch.Tensor]:
+    """The recipe, and x with its values side by side in rows."""
+    recipe = Recipe.parse(recipe)
+    if not supports_dual(x, recipe):
+        raise ValueError(f"{recipe.name} of a {x.dtype} {tuple(x.shape)} on {x.device}: not supported; quantize x and x.t()")
+    return recipe, x.contiguous() if recipe.scaling == "tensorwise" or x.stride(1) != 1 else x
+
+
+def _refuse_unless(finite: bool, recipe: Recipe, x: torch.Tensor) -> None:
+    if not finite:
+        raise ValueError(f"{recipe.name}: a matrix of shape {tuple(x.shape)} is not finite")
 
 
 def _launch(
     x: torch.Tensor,
     recipe: Recipe,
-    codes: torch.Tensor,
+    codes: torch.Tensor | None,
     turned: torch.Tensor,
     every: torch.Tensor,
-    scales: torch.Tensor,
+    scales: torch.Tensor | None,
     turned_scales: torch.Tensor,
     check: bool,
 ) -> bool:
-    """Whether all of x is finite; its values lie side by side in rows, whose number 4 divides. `every` is both scales."""
+    """Whether all of x is finite; its values lie side by side in rows, whose number 4 divides.
+
+    `every` is both scales; without `codes`, the turned ones.
+    """
     rows, columns = x.shape
     tensorwise, lines, blocks = (recipe.scaling == name for name in ("tensorwise", "rowwise", "block1x128"))
     constants = gpu.constants_of(recipe, False, gpu.converts(x.device))
@@ -185,7 +223,7 @@ def _launch(
             partials = amax.numel()
         elif lines:
             inverses = torch.empty_like(every)
-            gpu.line_scales(x, every, inverses, flag, constants, by_rows=True)
+            gpu.line_scales(x, every, inverses, flag, constants, by_rows=codes is not None)
         dual_kernel[(triton.cdiv(columns, width), triton.cdiv(rows, height))](
             x, amax, inverses, codes, turned.view(torch.int32), scales, turned_scales, flag, rows, columns, x.stride(0), partials,
             PARTIALS=triton.next_power_of_2(partials) if partials else 0, LINES=lines, BLOCKS=blocks, ROWS=height, WIDTH=width,

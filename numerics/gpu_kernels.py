@@ -261,12 +261,13 @@ def amax_kernel(x, partials, size, BLOCK: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def flat_kernel(
-    x, amax, scales, codes, values, flag, size, partials,
+    x, amax, scales, codes, values, flag, amax_out, size, partials,
     PARTIALS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """One scale, or none, for a flat tensor; amax is a float32, or `partials` bits to be reduced when PARTIALS > 0.
 
-    Blocks are visited from the end: what `amax_kernel` read last is what the L2 still holds.
+    Blocks are visited from the end: what `amax_kernel` read last is what the L2 still holds. `amax_out`, where wanted, is
+    raised to the bits of the tensor's largest magnitude.
     """
     if not C.scaled:
         amax_bits = tl.full((), 0, tl.int32)
@@ -282,6 +283,7 @@ def flat_kernel(
             tl.store(scales, scale)
     blocks = tl.cdiv(size, BLOCK)
     within = tl.arange(0, BLOCK)
+    largest = tl.zeros((BLOCK,), tl.int32)
     for turn in range(tl.program_id(0), blocks, tl.num_programs(0)):
         start = tl.full((), BLOCK, tl.int64) * (blocks - 1 - turn)
         if EVEN:
@@ -292,10 +294,14 @@ def flat_kernel(
             loaded = tl.load(x + start + within, mask=mask, other=0.0).to(tl.float32)
         if PARTIALS == 0 and flag is not None:
             report(flag, tl.max(magnitude_bits(loaded), 0))
+        if amax_out is not None:
+            largest = tl.maximum(largest, magnitude_bits(loaded))
         if codes is not None:
             emit(codes + start, None, within, mask, loaded, scale, inverse, C)
         if values is not None:
             emit(None, values + start, within, mask, loaded, scale, inverse, C)
+    if amax_out is not None:
+        tl.atomic_max(amax_out, tl.max(largest, 0), sem="relaxed")
 
 
 @triton.jit

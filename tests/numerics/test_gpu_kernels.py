@@ -197,6 +197,26 @@ def test_a_given_amax(scaling, fmt, scale):
 
 
 @interpreted
+@pytest.mark.parametrize("shape", [(1, 1), (67, 130), (128, 128)])
+def test_the_next_amax_from_the_same_pass(shape):
+    from numerics import gpu
+
+    x, recipe = draw(shape, torch.float32, 15), replace(Recipe.parse("e4m3/tensorwise"), amax="given")
+    amax = torch.tensor(3.0)
+    wanted = in_torch(quantize, x, recipe, amax=amax)
+    scales, codes, largest = torch.zeros(()), torch.zeros(shape, dtype=torch.uint8), torch.zeros(())
+    assert gpu.quantize_into(x, recipe, amax, scales, codes, amax_out=largest)
+    assert torch.equal(codes, wanted.codes) and torch.equal(scales, wanted.scales) and largest == x.abs().max()
+    raised = torch.tensor(2 * float(largest) + 1)
+    before = raised.clone()
+    assert gpu.quantize_into(x, recipe, amax, scales, codes, amax_out=raised) and raised == before
+    own = torch.zeros(())
+    assert gpu.quantize_into(x, Recipe.parse("e4m3/tensorwise"), None, scales, codes, amax_out=own) and own == largest
+    with pytest.raises(ValueError, match="tensorwise"):
+        gpu.quantize_into(x, Recipe.parse("e4m3/rowwise"), None, scales, codes, amax_out=largest)
+
+
+@interpreted
 @pytest.mark.parametrize("scaling", [name for name in SHAPES if name != "none"])
 def test_what_is_not_finite_is_reported(scaling):
     from numerics import gpu
@@ -253,7 +273,7 @@ def test_what_is_left_to_torch():
 @pytest.mark.parametrize("fmt", ["e4m3", "int8"])
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "block1x128", "block128x128"])
 def test_both_layouts_at_once(fmt, scaling):
-    from numerics.gpu_dual import quantize_dual
+    from numerics.gpu_dual import quantize_dual, quantize_turned
 
     x = draw((384, 512), torch.float32, 12, 3.0)
     parts = [x[:256, 128:384]] if "block" in scaling else [x[:1, :1], x[:37, :70], x[:132, 100:241], x[:40, :76].t()]
@@ -263,13 +283,17 @@ def test_both_layouts_at_once(fmt, scaling):
             wanted = in_torch(quantize, source.contiguous(), f"{fmt}/{scaling}")
             assert torch.equal(got.codes, wanted.codes) and torch.equal(got.scales, wanted.scales)
             assert got.codes.is_contiguous() and got.scales.shape == wanted.scales.shape
+        alone = quantize_turned(part, f"{fmt}/{scaling}")
+        assert torch.equal(alone.codes, made[1].codes) and torch.equal(alone.scales, made[1].scales)
+        assert alone.codes.is_contiguous() and alone.scales.shape == made[1].scales.shape
 
 
 @interpreted
 def test_both_layouts_refusals():
-    from numerics.gpu_dual import quantize_dual
+    from numerics.gpu_dual import quantize_dual, quantize_turned
 
-    with pytest.raises(ValueError, match="not finite"):
-        quantize_dual(torch.full((4, 4), torch.nan), "e4m3/rowwise")
+    for function in (quantize_dual, quantize_turned):
+        with pytest.raises(ValueError, match="not finite"):
+            function(torch.full((4, 4), torch.nan), "e4m3/rowwise")
     with pytest.raises(ValueError, match="not supported"):
         quantize_dual(torch.ones(4, 4), "e4m3/columnwise")
