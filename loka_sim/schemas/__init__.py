@@ -9,6 +9,9 @@ from typing import Any
 
 from loka_sim.errors import DataError
 
+_WRITERS = {"validation": "validate --gpu MODEL --out DIR"}
+"""The command that writes a document, where it is not `whatif`."""
+
 
 @cache
 def schema(name: str) -> dict[str, Any]:
@@ -40,7 +43,7 @@ def read_document(path: Path, name: str) -> dict[str, Any]:
         DataError: the file is missing, unreadable, truncated, of another kind or version, or breaks the schema.
     """
     what = f"loka-sim {name.replace('_', ' ')}"
-    mend = "write it again with `loka-sim whatif MODEL --out DIR`"
+    mend = f"write it again with `loka-sim {_WRITERS.get(name, 'whatif MODEL --out DIR')}`"
     try:
         document = json.loads(path.read_text())
     except FileNotFoundError:

@@ -1,0 +1,245 @@
+"""What a user sees of a validation: the screen and the page, of made-up documents that fit the schema."""
+
+import copy
+import json
+import random
+
+import pytest
+
+from loka_sim.schemas import problem, read_document
+
+PASSES = ("output", "grad_input", "grad_weight")
+BF16, FAST, SPLIT, ROW = "torch/bf16", "torch/fp8_tensorwise_fast", "torch/fp8_tensorwise", "torch/fp8_rowwise_fast"
+FAMILIES = {"gemm": (BF16, FAST, SPLIT, ROW), "batched_gemm": ("torch/bf16_batched",), "quantize": ("torch/quantize_rowwise",),
+            "layout": ("torch/transpose",), "pointwise": ("torch/hardswish",)}  # fmt: skip
+
+
+def accuracy(pairs):
+    """The summary of (measured, predicted, low, high): what a validation computes of its rows."""
+    errors = sorted(abs(predicted / measured - 1) for measured, predicted, _, _ in pairs)
+    return {"mape": sum(errors) / len(errors), "median": errors[len(errors) // 2], "p90": errors[int(0.9 * len(errors))],
+            "worst": errors[-1], "coverage": sum(low <= us <= high for us, _, low, high in pairs) / len(pairs)}  # fmt: skip
+
+
+def make_time(rng, count):
+    rows, summary = [], []
+    for which in ("model", "fresh"):
+        for family, kernels in FAMILIES.items():
+            mine = []
+            for _ in range(count):
+                m, n, k = (1 << rng.randint(5, 15) for _ in range(3))
+                us = (2.5 + 2 * m * n * k / 6e8) * rng.lognormvariate(0, 0.05)
+                before, after = us * rng.lognormvariate(-0.06, 0.12), us * rng.lognormvariate(0, 0.04)
+                mine.append(
+                    {"set": which, "kernel": rng.choice(kernels), "m": m, "n": n, "k": k,
+                     "groups": 64 if family == "batched_gemm" else 1, "measured_us": us,
+                     "before_us": before, "before_low_us": before * 0.85, "before_high_us": before * 1.18, "after_us": after,
+                     "after_low_us": after * 0.93, "after_high_us": after * 1.07, "eager_us": rng.choice([None, us + 18])}
+                )  # fmt: skip
+            summary.append({"set": which, "family": family, "n": count} | {
+                key: accuracy([(r["measured_us"], *(r[f"{key}{end}_us"] for end in ("", "_low", "_high"))) for r in mine])
+                for key in ("before", "after")})  # fmt: skip
+            rows += mine
+    worst = sorted(rows, key=lambda row: -abs(row["after_us"] / row["measured_us"] - 1))[:5]
+    offenders = [
+        {key: row[key] for key in ("kernel", "m", "n", "k", "groups", "measured_us")}
+        | {"predicted_us": row["after_us"], "error": row["after_us"] / row["measured_us"] - 1}
+        for row in worst
+    ]
+    return {"rows": rows, "summary": summary, "offenders": offenders, "note": None}
+
+
+def make_numerics(rng, name, layers):
+    tensors, summary = [], []
+    for kernel in (FAST, SPLIT, ROW):
+        for which in PASSES:
+            mine = []
+            for layer in range(layers):
+                sqnr, mere = rng.uniform(18, 34), rng.lognormvariate(-3, 0.5)
+                mine.append(
+                    {"site": f"{name}.{layer}.linear", "pass": which, "kernel": kernel, "m": 2048, "n": 512, "k": 1024,
+                     "bit_equal": rng.choice([1.0, 1.0, 0.9997]), "outputs": 2048 * 512, "measured_sqnr_db": sqnr,
+                     "emulated_sqnr_db": sqnr + rng.gauss(0, 0.005), "predicted_sqnr_db": sqnr + rng.gauss(0.1, 0.4),
+                     "measured_mere": mere, "predicted_mere": mere * rng.lognormvariate(0, 0.08)}
+                )  # fmt: skip
+            gaps = sorted(abs(t["predicted_sqnr_db"] - t["measured_sqnr_db"]) for t in mine)
+            summary.append(
+                {"kernel": kernel, "pass": which, "n": layers, "bit_equal": sum(t["bit_equal"] for t in mine) / layers,
+                 "sqnr_gap_median_db": gaps[layers // 2], "sqnr_gap_p95_db": gaps[-1],
+                 "within_half_db": sum(gap <= 0.5 for gap in gaps) / layers, "mere_gap_median": 0.04}
+            )  # fmt: skip
+            tensors += mine
+    sampled = [{"kernel": kernel, "gemms": 40, "outputs": 40 << 18, "unequal": 12 if kernel == SPLIT else 0,
+                "bit_equal": 1 - 12 / (40 << 18) if kernel == SPLIT else 1.0} for kernel in (FAST, SPLIT, ROW)]  # fmt: skip
+    return {"sampled": sampled, "tensors": tensors, "summary": summary, "note": "weights as initialized"}
+
+
+POLICIES = (
+    ("best", "best measured", 1.0),
+    ("decision_before", "the decision, before", 1.021),
+    ("decision_after", "the decision, after", 1.004),
+    ("decision_cross_validated", "the decision, after, cross-validated", 1.009),
+    ("bf16", "bf16", 1.09),
+    ("naive_tensorwise", "all FP8, tensorwise", 1.23),
+    ("naive_rowwise", "all FP8, rowwise", 1.31),
+    ("filter_tensorwise", "torchao filter, tensorwise", 1.06),
+    ("filter_rowwise", "torchao filter, rowwise", 1.11),
+)
+
+
+def make_dispatch(name, layers):
+    policies = [{"name": key, "label": label, "measured_us": 4000 * over, "against_best": over - 1, "against_bf16": 1.09 / over}
+                for key, label, over in POLICIES]  # fmt: skip
+    change = {"site": f"{name}.0.linear", "sites": layers, "pass": "output", "before": BF16, "after": ROW,
+              "measured_before_us": 41.25, "measured_after_us": 33.5,
+              "reason": "rowwise quantization is faster here than the shipped model had it"}  # fmt: skip
+    other = change | {"site": "top.0", "sites": 1, "pass": "grad_weight", "before": FAST, "after": BF16,
+                      "measured_before_us": None, "reason": "quantizing its operands costs more than it gains"}  # fmt: skip
+    return {"sites": layers + 1, "of_sites": layers + 3, "passes": 3 * layers + 3, "policies": policies,
+            "changes": [change, other], "note": None}  # fmt: skip
+
+
+def make_document(seed=0, name="wukong-production", layers=6, count=12):
+    """A validation that measured everything and missed one tolerance of six; one was not measured."""
+    rng = random.Random(seed)
+
+    def speedup(at, spread):
+        return {"speedup": at, "low": at - spread, "high": at + spread}
+
+    def tolerance(key, label, value, limit, unit, ok, offenders=()):
+        return {"name": key, "label": label, "value": value, "limit": limit, "unit": unit, "ok": ok, "offenders": list(offenders)}
+
+    return {
+        "schema_version": 1, "kind": "loka-sim/validation", "loka_sim_version": "0.1.0",
+        "command": ["loka-sim", "validate", "--gpu", name, "--minutes", "10"],
+        "settings": {"model": name, "batch": 2048, "mods": ["no_bias", "blocknorm"], "hardware": "h200",
+                     "minutes": 10.0, "seed": seed, "statistics": None, "max_mere": 0.2, "min_speedup": 1.05},
+        "machine": {"gpu": "NVIDIA H200", "driver": "580.95.05", "sm_mhz": 1980.0, "memory_mhz": 3201.0, "power_w": 143.2,
+                    "power_limit_w": 700.0, "temperature_c": 41.0, "capability": "9.0", "gpus": 1, "torch": "2.11.0+cu130",
+                    "cuda": "13.0", "triton": "3.6.0", "python": "3.12.3"},
+        "libraries": [{"library": "torch", "version": "2.11.0", "available": True, "reason": ""},
+                      {"library": "fbgemm_gpu", "version": "1.6.0", "available": True, "reason": ""},
+                      {"library": "deep_gemm", "version": None, "available": False, "reason": "not installed"}],
+        "stages": [{"name": "fingerprint", "seconds": 1.5, "complete": True, "note": None},
+                   {"name": "numerics", "seconds": 84.0, "complete": True, "note": None},
+                   {"name": "time", "seconds": 301.0, "complete": False, "note": "out of time; 31 fresh shapes were not timed"},
+                   {"name": "step", "seconds": 122.0, "complete": True, "note": None}],
+        "numerics": make_numerics(rng, name, layers),
+        "time": make_time(rng, count),
+        "dispatch": make_dispatch(name, layers),
+        "step": {"variants": [
+            {"name": "bf16", "label": "bf16", "measured_ms": 7.5, "speedup": 1.0, "predicted_before": None,
+             "predicted_after": None},
+            {"name": "decision", "label": "the decision", "measured_ms": 7.0, "speedup": 7.5 / 7.0,
+             "predicted_before": speedup(1.11, 0.05), "predicted_after": speedup(1.08, 0.03)},
+            {"name": "naive_rowwise", "label": "all FP8, rowwise", "measured_ms": 9.1, "speedup": 7.5 / 9.1,
+             "predicted_before": speedup(0.86, 0.04), "predicted_after": None}],
+            "predicted_bf16_ms": 7.1, "note": None},
+        "whatif": {"before": {"step_us": 6800.0, "speedup": 1.11, "low": 1.06, "high": 1.16, "fp8_passes": 31},
+                   "after": {"step_us": 6930.0, "speedup": 1.08, "low": 1.05, "high": 1.11, "fp8_passes": 27}},
+        "tolerances": [
+            tolerance("time_fresh", "GEMM time on fresh shapes, MAPE", 0.051, 0.08, "share", True),
+            tolerance("coverage", "measurements inside their 90% interval", 0.82, 0.85, "share", False,
+                      [f"{ROW} 4096 x 512 x 26: 32% under"]),
+            tolerance("sqnr", "SQNR, predicted against measured, p95", 0.71, 1.0, "dB", True),
+            tolerance("bit_equal", "outputs equal to the emulator's", 0.99999, 0.999, "share", True),
+            tolerance("regret", "the decision's regret", 0.009, 0.02, "share", True),
+            tolerance("step", "step speedup, predicted over measured", None, 1.05, "x", None)],
+        "verdict": False,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def document():
+    return make_document()
+
+
+PARTS = ("numerics", "time", "dispatch", "step")
+
+
+def without(document, *parts):
+    """The document of a validation that was stopped before these parts."""
+    return copy.deepcopy(document) | dict.fromkeys(parts)
+
+
+def extreme():
+    """Tiny and huge values, no values, long names."""
+    document = make_document(3, name="a" * 300)
+    for row, us in zip(document["time"]["rows"], (1e-9, 1e12, 0.001, 1e8), strict=False):
+        row |= {"measured_us": us, "before_us": 1.0, "before_low_us": 1e-6, "before_high_us": 1e6, "after_us": None}
+        row |= {"after_low_us": None, "after_high_us": None}
+    for entry in document["time"]["summary"]:
+        entry["before"] = {"mape": 1e9, "median": 123.4, "p90": 4e8, "worst": 1e12, "coverage": 0.0}
+        entry["after"] = None
+    document["time"]["offenders"] = [
+        {"kernel": "long/" + "k" * 200, "m": 10**9, "n": 10**9, "k": 10**9, "groups": 10**6, "measured_us": 1e12,
+         "predicted_us": 1e-9, "error": -1.0}]  # fmt: skip
+    for tensor in document["numerics"]["tensors"]:
+        tensor |= {"predicted_sqnr_db": None, "measured_mere": 0.0, "predicted_mere": None}
+    for entry in document["numerics"]["summary"]:
+        entry |= {"n": 0, "bit_equal": None, "sqnr_gap_median_db": None, "sqnr_gap_p95_db": 1e6, "within_half_db": None}
+    for policy in document["dispatch"]["policies"]:
+        policy |= {"measured_us": 1e11, "against_best": 1e5, "against_bf16": 1e-6, "label": "p" * 90}
+    document["dispatch"]["policies"][0] |= {"measured_us": None, "against_best": None, "against_bf16": None}
+    document["dispatch"]["changes"] *= 40
+    for variant in document["step"]["variants"]:
+        variant |= {"measured_ms": 1e9, "speedup": 1e-5, "label": "v" * 90}
+    document["tolerances"] = [
+        entry | {"label": "t" * 200, "offenders": ["o" * 300] * 40, "value": value, "ok": False}
+        for entry, value in zip(document["tolerances"], (1e12, 0.0, -1.0, 1e-12, 5.0, 2.0), strict=True)
+    ]
+    document["machine"] = {"gpu": "G" * 200, "driver": None}
+    document["libraries"] *= 20
+    document["stages"] = [stage | {"note": "n" * 300, "complete": False, "seconds": 1e7} for stage in document["stages"]]
+    return document
+
+
+DOCUMENTS = {
+    "whole": make_document(),
+    "extreme": extreme(),
+    "nothing": without(make_document(), *PARTS) | {"stages": [], "tolerances": [], "libraries": []},
+    **{f"no {part}": without(make_document(), part) for part in PARTS},
+}
+
+
+@pytest.mark.parametrize("key", DOCUMENTS)
+def test_the_made_up_documents_fit_the_schema(key):
+    assert problem(DOCUMENTS[key], "validation") is None
+
+
+def objects(value, path=()):
+    """Every object of a document that has a fixed set of keys, with its path."""
+    if isinstance(value, dict):
+        if path != ("machine",):
+            yield path
+        for key, entry in value.items():
+            yield from objects(entry, (*path, key))
+    elif isinstance(value, list) and value:
+        yield from objects(value[0], (*path, 0))
+
+
+@pytest.mark.parametrize("path", sorted(objects(make_document(), ()), key=str), ids=str)
+def test_unknown_and_missing_keys_are_refused_everywhere(path):
+    document = make_document()
+    at = document
+    for part in path:
+        at = at[part]
+    at["surprise"] = 1
+    assert problem(document, "validation") is not None
+    del at["surprise"]
+    assert problem(document, "validation") is None
+    for key in list(at):
+        value = at.pop(key)
+        assert problem(document, "validation") is not None, key
+        at[key] = value
+
+
+def test_a_file_is_read_and_the_mend_is_validates_own(tmp_path, document):
+    from loka_sim.errors import DataError
+
+    path = tmp_path / "validation.json"
+    path.write_text(json.dumps(document, allow_nan=False))
+    assert read_document(path, "validation") == document
+    path.write_text(path.read_text()[:-40])
+    with pytest.raises(DataError, match="loka-sim validate --gpu MODEL --out DIR"):
+        read_document(path, "validation")
