@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from numerics.distributions import sample as sample
     from numerics.errors import GemmError as GemmError
     from numerics.errors import gemm_error as gemm_error
+    from numerics.errors import output_error as output_error
     from numerics.families import copula as copula
     from numerics.families import log_normal as log_normal
     from numerics.families import matrix_normal as matrix_normal
@@ -84,6 +85,7 @@ _HOMES = {
     "matrix_normal": "families",
     "measure_pair": "pair",
     "mixture": "families",
+    "output_error": "errors",
     "predict_gemm_error": "predict",
     "predict_gemm_errors": "predict",
     "quantize": "quantization",

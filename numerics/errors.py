@@ -128,6 +128,26 @@ def gemm_error(
     return _metrics(exact, y.to(torch.float64), [max(pair) for pair in zip(*shares, strict=True)])
 
 
+def output_error(exact: torch.Tensor, y: torch.Tensor) -> GemmError:
+    """The error of outputs that some kernel gave.
+
+    Args:
+        exact: The outputs as they should be.
+        y: The outputs, of the same shape; each is taken to float64.
+
+    Returns:
+        The error, its shares NaN: outputs do not tell what became of the operands.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    import torch
+
+    if exact.shape != y.shape:
+        raise ValueError(f"y has the shape {tuple(y.shape)}, exact {tuple(exact.shape)}; give the same outputs of both")
+    return _metrics(exact.to(torch.float64), y.to(torch.float64), [math.nan, math.nan])
+
+
 def _metrics(exact: torch.Tensor, y: torch.Tensor, shares: list[float]) -> GemmError:
     error = (y - exact).abs()
     signal_power = float(exact.square().mean())

@@ -162,3 +162,18 @@ def test_blocks_are_scaled_as_the_kernel_for_them_does():
     assert error == _metrics(a.double() @ b.double().T, y.double(), [error.underflow_share, error.overflow_share])
     some = gemm_error(a, b, left.recipe, right.recipe, "hopper_split", max_rows=64)
     assert some.sqnr_db == pytest.approx(error.sqnr_db, abs=0.3)
+
+
+def test_the_error_of_given_outputs_is_that_of_the_gemm_they_came_from():
+    from numerics import fake_quantize, output_error
+
+    generator = torch.Generator().manual_seed(5)
+    a, b = torch.randn(24, 64, generator=generator), torch.randn(17, 64, generator=generator)
+    y = (fake_quantize(a, "e4m3/rowwise").double() @ fake_quantize(b, "e4m3/rowwise").double().T).float()
+    found = output_error(a.double() @ b.double().T, y)
+    expected = gemm_error(a, b, "e4m3/rowwise", "e4m3/rowwise", "exact", output="fp32")
+    assert found.sqnr_db == pytest.approx(expected.sqnr_db, abs=1e-3)
+    assert found.mere == pytest.approx(expected.mere, rel=1e-4)
+    assert math.isnan(found.underflow_share)
+    with pytest.raises(ValueError, match="shape"):
+        output_error(y, y[:3])
