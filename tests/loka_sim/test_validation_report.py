@@ -3,9 +3,16 @@
 import copy
 import json
 import random
+import re
+import shlex
+import types
+from pathlib import Path
 
 import pytest
 
+from loka_sim.cli.output import Style
+from loka_sim.cli.screen_validate import validation_screen
+from loka_sim.report import validation_words as say
 from loka_sim.schemas import problem, read_document
 
 PASSES = ("output", "grad_input", "grad_weight")
@@ -243,3 +250,150 @@ def test_a_file_is_read_and_the_mend_is_validates_own(tmp_path, document):
     path.write_text(path.read_text()[:-40])
     with pytest.raises(DataError, match="loka-sim validate --gpu MODEL --out DIR"):
         read_document(path, "validation")
+
+
+def screen(document, out=None, colour=False):
+    return validation_screen(document, Style(colour), out)
+
+
+@pytest.mark.parametrize("colour", [False, True])
+@pytest.mark.parametrize("key", DOCUMENTS)
+def test_the_screen_is_at_most_100_columns_wide(key, colour):
+    text = screen(DOCUMENTS[key], colour=colour)
+    assert ("\x1b" in text) == colour
+    body, _, command = re.sub(r"\x1b\[[\d;]*m", "", text).partition("\nnext: ")
+    assert body == screen(DOCUMENTS[key]).partition("\nnext: ")[0], "colour changes no word"
+    assert [line for line in body.splitlines() if len(line) > 100] == []
+    assert [line for line in command.splitlines() if len(line) > 94 and " " in line.strip().removesuffix(" \\")] == []
+    assert "None" not in text and "nan" not in text.split()
+
+
+def test_no_color_is_honoured(monkeypatch, document):
+    monkeypatch.setattr("sys.stdout", types.SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b" in validation_screen(document, Style.of_stdout(), None)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in validation_screen(document, Style.of_stdout(), None)
+
+
+def test_the_screen_says_what_the_document_says(document):
+    text = screen(document, Path("runs/v"))
+    said = " ".join(text.split())
+    for words in (
+        "wukong-production, mods no_bias, blocknorm, batch 2,048, measured for 8.5 of 10 minutes",
+        "NVIDIA H200, driver 580.95.05, SM 1,980 MHz, 143 W, 41 °C, torch 2.11.0, CUDA 13.0, triton 3.6.0",
+        "! not run: deep_gemm (not installed)",
+        "! time cut short: out of time; 31 fresh shapes were not timed",
+        "Outside tolerances: measurements inside their 90% interval 82%, at least 85% (4 of 5 kept; 1 not measured)",
+        "the decision, before 4,084 +2.1% 1.07x",
+        "the decision 7.00 1.07x 1.11x [1.06, 1.16] 1.08x [1.05, 1.11]",
+        "what-if: 1.11x [1.06, 1.16], 31 FP8 passes → 1.08x [1.05, 1.11], 27 FP8 passes refined",
+        "wukong-production.0.linear 6 output bf16 row fast 41.2 → 33.5",
+        "rowwise quantization is faster here than the shipped model had it",
+        "82% at least 85% missed torch/fp8_rowwise_fast 4096 x 512 x 26: 32% under",
+        "wrote runs/v/",
+    ):
+        assert words in said, words
+    assert len(text.splitlines()) <= 60
+
+
+def test_the_models_and_fresh_shapes_stand_beside_each_other():
+    document = make_document()
+    for entry in document["time"]["summary"]:
+        entry["before"] |= {"mape": 0.141, "p90": 0.25, "coverage": 0.5}
+        entry["after"] |= {"mape": 0.034, "p90": 0.061, "coverage": 0.875}
+    document["time"]["summary"] = [
+        entry | ({"after": None} if entry["set"] == "model" else {})
+        for entry in document["time"]["summary"]
+        if (entry["set"], entry["family"]) != ("model", "layout")
+    ]
+    said = [" ".join(line.split()) for line in screen(document).splitlines()]
+    assert "GEMM 12 14% 25% 50% 12 14→3.4% 25→6.1% 50→88%" in said
+    assert "layout – – – – 12 14→3.4% 25→6.1% 50→88%" in said
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_screen_names_what_was_not_measured(part):
+    label = {"numerics": "numerics", "time": "kernel times", "dispatch": "dispatch", "step": "the whole step"}[part]
+    text = screen(DOCUMENTS[f"no {part}"])
+    assert f"! not measured: {label}\n" in text
+    assert text.count(label) == 1, "and nothing else is said of it"
+
+
+def test_the_worst_pass_of_a_kernel_stands_for_it():
+    document = make_document()
+    mine = [entry for entry in document["numerics"]["summary"] if entry["kernel"] == ROW]
+    mine[1] |= {"sqnr_gap_p95_db": -7.25, "within_half_db": 0.125, "bit_equal": 0.5, "mere_gap_median": -0.75}
+    row = next(line for line in screen(document).splitlines() if line.startswith("  row fast"))
+    assert "7.25" in row and "12%" in row and "50%" in row and "75%" in row
+    first = screen(document).partition("numerics, worst pass")[2].splitlines()[1]
+    assert first == row, "the kernel furthest off stands first"
+
+
+@pytest.mark.parametrize(
+    ("out", "command"),
+    [
+        (None, ["loka-sim", "validate", "--gpu", "a model", "--minutes", "10", "--out", "DIR"]),
+        (Path("runs/" + "x" * 70), ["loka-sim", "whatif", "a model", "--batch", "2048", "--mods", "no_bias,blocknorm",
+                                    "--calibration", "runs/" + "x" * 70]),
+    ],
+)  # fmt: skip
+def test_the_next_command_is_one_for_a_shell(out, command):
+    text = screen(make_document(name="a model"), out).partition("\nnext: ")[2]
+    assert shlex.split(text.replace("\\\n", "")) == command
+
+
+def tolerance(value, limit, ok, unit="share", label="t"):
+    return {"name": label, "label": label, "value": value, "limit": limit, "unit": unit, "ok": ok, "offenders": []}
+
+
+def test_tolerances_stand_worst_first():
+    entries = [
+        tolerance(0.01, 0.1, True, label="far within"),
+        tolerance(0.09, 0.1, True, label="close"),
+        tolerance(None, 0.1, None, label="unknown"),
+        tolerance(0.12, 0.1, False, label="just missed"),
+        tolerance(0.2, 0.8, False, label="missed by four times"),
+    ]
+    assert [entry["label"] for entry in say.ranked(entries)] == [
+        "missed by four times", "just missed", "unknown", "close", "far within"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "limit"),
+    [
+        (tolerance(0.051, 0.08, True), "5.1%", "at most 8.0%"),
+        (tolerance(0.091, 0.08, False), "9.1%", "at most 8.0%"),
+        (tolerance(0.82, 0.85, False), "82%", "at least 85%"),
+        (tolerance(0.99999, 0.999, True), "99.999%", "at least 99.9%"),
+        (tolerance(1.0, 0.999, True), "100%", "at least 99.9%"),
+        (tolerance(1 - 1e-12, 0.999, True), "99.999999%", "at least 99.9%"),
+        (tolerance(0.71, 1.0, True, "dB"), "0.71 dB", "at most 1 dB"),
+        (tolerance(1.07, 1.05, False, "x"), "1.07x", "at most 1.05x"),
+        (tolerance(None, 1.05, None, "x"), "–", "1.05x"),
+        (tolerance(3.0, 3.0, True, "launches"), "3 launches", "3 launches"),
+        (tolerance(1e9, 0.08, False), "1e+11%", "at most 8.0%"),
+    ],
+)
+def test_amounts_and_limits(entry, value, limit):
+    assert (say.amount(entry["value"], entry["unit"]), say.limit(entry)) == (value, limit)
+
+
+@pytest.mark.parametrize(
+    ("tolerances", "verdict", "said"),
+    [
+        ([tolerance(0.05, 0.08, True, label="a"), tolerance(0.01, 0.08, True, label="b")], True,
+         "Within all 2 tolerances; closest: a 5.0%, at most 8.0%"),
+        ([tolerance(0.05, 0.08, True, label="a"), tolerance(None, 0.08, None)], True,
+         "Within the one tolerance measured; 1 not measured; closest: a 5.0%, at most 8.0%"),
+        ([tolerance(0.09, 0.08, False, label="a"), tolerance(0.9, 0.08, False, label="b")], False,
+         "Outside tolerances: b 90%, at most 8.0% and 1 more (0 of 2 kept)"),
+        ([tolerance(0.05, 0.08, True, label="a"), tolerance(None, 0.08, None)], False,
+         "Not validated: 1 of 2 tolerances not measured; 1 kept"),
+        ([tolerance(None, 0.08, None)], False, "No verdict: nothing was measured that has a tolerance"),
+        ([], True, "No verdict: nothing was measured that has a tolerance"),
+    ],
+)  # fmt: skip
+def test_the_verdict_in_words(tolerances, verdict, said):
+    assert say.headline({"tolerances": tolerances, "verdict": verdict}) == said
