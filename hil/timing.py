@@ -3,10 +3,15 @@
 Rotation keeps a launch from finding its operands in the L2 that the launch before left there: the buffers of one graph
 together exceed twice the L2 wherever the launch limit allows (a launch below about 0.8 MB stays L2-resident, as the
 output of the kernel before it would be in a model).
+
+A graph's replay leaves out what it costs to call a kernel from Python, which is what a small layer takes in a model that
+runs eagerly: `eager_call_us` times that.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +20,7 @@ import torch
 ROTATION_BYTES = 160 * 2**20
 MAX_LAUNCHES = 192
 MIN_LAUNCHES = 4
+_KEPT_VIEWS = 2048
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,12 @@ class Timing:
     def quantile(self, q: float) -> float:
         """Linear-interpolated quantile of the samples, in microseconds."""
         return float(torch.tensor(self.samples_us, dtype=torch.float64).quantile(q))
+
+    @property
+    def outliers(self) -> int:
+        """Samples further from the median than five times the distance from p10 to p90; they stay among the samples."""
+        middle, reach = self.quantile(0.5), 5 * (self.quantile(0.9) - self.quantile(0.1))
+        return sum(abs(sample - middle) > reach for sample in self.samples_us)
 
 
 def launches_for(bytes_per_launch: int) -> int:
@@ -85,6 +97,31 @@ def time_interleaved(graphs: Sequence[tuple[torch.cuda.CUDAGraph, int]], budget_
     ]
 
 
+def eager_call_us(launch: Callable[[int], object], kernel_us: float, budget_ms: float = 4.0, turns: int = 5) -> float:
+    """Median wall time of a call among back-to-back eager calls, in microseconds.
+
+    The GPU's work is waited for after the last call only, so this is the larger of the kernel's time and of what a call
+    costs on the CPU.
+
+    Args:
+        launch: The kernel, called with a rotating index.
+        kernel_us: Its time in a graph, by which the number of calls is chosen.
+        budget_ms: Time to spend on one turn, within 4 to 64 calls.
+        turns: Turns that the median is taken over.
+    """
+    calls = int(max(4, min(64, 1e3 * budget_ms / max(kernel_us, 1.0))))
+    samples = []
+    # The first turn fills caches, and is no sample.
+    for _ in range(turns + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for index in range(calls):
+            launch(index)
+        torch.cuda.synchronize()
+        samples.append(1e6 * (time.perf_counter() - start) / calls)
+    return statistics.median(samples[1:])
+
+
 class BufferPool:
     """Random operands, cut at rotating offsets from one allocation per dtype.
 
@@ -101,6 +138,12 @@ class BufferPool:
             piece_b.normal_(generator=generator)
             piece_e.copy_(piece_b)
         self._elements = elements
+        self._views: dict[tuple[object, ...], torch.Tensor] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the operands lie."""
+        return self._bf16.device
 
     def view(self, shape: tuple[int, ...], index: int, slot: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Operand number `slot` (0 or 1) of launch `index`.
@@ -111,6 +154,15 @@ class BufferPool:
         Raises:
             ValueError: the operand exceeds half the pool.
         """
+        key = (shape, index, slot, dtype)
+        if key not in self._views:
+            # A view costs more to make than some kernels cost to call: keep those of the shape at hand.
+            if len(self._views) >= _KEPT_VIEWS:
+                self._views.clear()
+            self._views[key] = self._cut(shape, index, slot, dtype)
+        return self._views[key]
+
+    def _cut(self, shape: tuple[int, ...], index: int, slot: int, dtype: torch.dtype) -> torch.Tensor:
         size = 1
         for extent in shape:
             size *= extent
