@@ -129,7 +129,7 @@ def _dual_error(scaling: str, shape: Shape, pool: BufferPool, result: tuple[Resu
     return max(_error(scaling, turned, shape, pool, half) for turned, half in zip((False, True), result, strict=True))
 
 
-def _delayed_error(shape: Shape, pool: BufferPool, result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> float:
+def _delayed_error(shape: Shape, pool: BufferPool, result: Any) -> float:
     """As `_error`; infinite where the new amax is not the tensor's."""
     codes, scale, amax = result
     if amax != pool.view((shape.m, shape.k), 0, 0).abs().amax():
@@ -139,18 +139,22 @@ def _delayed_error(shape: Shape, pool: BufferPool, result: tuple[torch.Tensor, t
 
 def _runners(scaling: str) -> tuple[Runner, ...]:
     name = f"loka/quantize_{scaling}"
-    return (
-        Runner(name, _bytes, partial(_bind, quantize, scaling), partial(_error, scaling, False), _LIMIT),
-        Runner(f"{name}_transposed", _bytes, partial(_bind, quantize_transposed, scaling), partial(_error, scaling, True), _LIMIT),
-        Runner(f"{name}_dual", lambda s: 4 * s.m * s.k, partial(_bind, quantize_dual, scaling), partial(_dual_error, scaling), _LIMIT),
-    )  # fmt: skip
+    forms: tuple[tuple[str, int, Callable[..., Any], Callable[..., float]], ...] = (
+        ("", 3, quantize, partial(_error, scaling, False)),
+        ("_transposed", 3, quantize_transposed, partial(_error, scaling, True)),
+        ("_dual", 4, quantize_dual, partial(_dual_error, scaling)),
+    )
+    return tuple(
+        Runner(name + suffix, partial(_bytes, moved), partial(_bind, function, scaling), error, _LIMIT)
+        for suffix, moved, function, error in forms
+    )
 
 
-def _bytes(shape: Shape) -> int:
-    return 3 * shape.m * shape.k
+def _bytes(an_element: int, shape: Shape) -> int:
+    return an_element * shape.m * shape.k
 
 
 LOKA_QUANTIZE_RUNNERS = (
     *(runner for scaling in SCALINGS for runner in _runners(scaling)),
-    Runner("loka/quantize_tensorwise_delayed", _bytes, _bind_delayed, _delayed_error, _LIMIT),
+    Runner("loka/quantize_tensorwise_delayed", partial(_bytes, 3), _bind_delayed, _delayed_error, _LIMIT),
 )
