@@ -2,136 +2,250 @@
 
     torchrun --nproc-per-node 8 -m hil.collectives --out data/h200
 
-Every op runs on the first 2, 4 and 8 ranks, captured in a CUDA graph of several calls; a sample is the slowest rank's
-replay divided by the calls. `bytes_per_rank` is the larger of a rank's two buffers.
+Settings are the first 2, 4 and 8 ranks alone, and, where more of them fit, as many groups as do, all at the same moment.
+Every op is captured in a CUDA graph of several calls, each with buffers of its own; a sample is a replay divided by the
+calls, on the slowest rank of all groups. Before it is timed, each case's graph is replayed once and every element that
+every call wrote is compared with what it must be. A run that was stopped continues where it was: cases that the table
+holds are not measured again.
+
+`bytes_per_rank` is the larger of a rank's two buffers, in bf16 also where fewer bytes travel, so that dtypes compare at
+equal content. An uneven all-to-all is that of embedding tables unevenly spread: rank r of n sends each rank
+0.5 + r / (n - 1) times the mean, and every rank receives bytes_per_rank. Rows whose op is `pack`, `unpack` or `copy` are
+no collectives: the two halves of the FP8 codec alone, and a plain copy of as many bytes to hold them against.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 import torch.distributed as dist
 
+from hil.collectives_calls import Case, Place, build, calls_for
+from hil.collectives_table import Table
+
 SIZES = tuple(2**exponent for exponent in range(12, 31))
+CODEC_SIZES = tuple(2**exponent for exponent in range(15, 30))
+DIMS = (64, 128, 256, 512)
 RANKS = (2, 4, 8)
-CALLS = 8
-REPLAYS = 15
+PLAIN = (
+    ("all_to_all", "equal"), ("all_to_all", "uneven"), ("all_reduce", "equal"),
+    ("reduce_scatter", "equal"), ("all_gather", "equal"),
+)  # fmt: skip
+FUSED, UNFUSED = "fp8_rowwise", "fp8_rowwise_unfused"
+WARM_UP = 3
 
 
-def _operations(elements: int, ranks: int, group: Any) -> dict[str, Callable[[], object]]:
-    whole = torch.randn(elements, device="cuda").bfloat16()
-    other = torch.empty_like(whole)
-    part = torch.empty(elements // ranks, dtype=torch.bfloat16, device="cuda")
-    return {
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
-        "all_reduce": lambda: dist.all_reduce(other, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
-        "all_gather": lambda: dist.all_gather_into_tensor(other, part, group=group),
-    }
+def settings(world: int) -> list[tuple[int, int]]:
+    """(ranks, groups) to measure in a world of so many GPUs, the whole host first."""
+    found = {(ranks, groups) for ranks in RANKS if ranks <= world for groups in (1, world // ranks)}
+    return sorted(found, key=lambda setting: (-setting[0] * setting[1], -setting[0]))
 
 
-def _time(operation: Callable[[], object], group: Any) -> torch.Tensor:
-    """Samples in microseconds, each the slowest rank's."""
-    for _ in range(3):
-        operation()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            operation()
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    samples = torch.empty(REPLAYS, dtype=torch.float64, device="cuda")
-    for index in range(REPLAYS + 2):
-        dist.barrier(group=group)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        samples[max(index - 2, 0)] = 1e3 * start.elapsed_time(stop) / CALLS
-    dist.all_reduce(samples, dist.ReduceOp.MAX, group=group)
+def series(world: int, sizes: Sequence[int], codec_sizes: Sequence[int], dims: Sequence[int]) -> Iterator[list[Case]]:
+    """Cases, one list for each op, dtype, dim and setting; what matters most first, should time run out."""
+
+    def of(op: str, dtype: str, ranks: int, groups: int, at: Sequence[int], dim: int = 0, split: str = "equal") -> list[Case]:
+        return [Case(op, dtype, split, dim, ranks, groups, size) for size in at]
+
+    every = settings(world)
+    for ranks, groups in every:
+        for op, split in PLAIN:
+            yield of(op, "bf16", ranks, groups, sizes, split=split)
+    for ranks, groups in every:
+        yield of("all_to_all", "fp16", ranks, groups, codec_sizes)
+        for dim in dims:
+            for dtype in (FUSED, UNFUSED):
+                yield of("all_to_all", dtype, ranks, groups, codec_sizes, dim)
+    yield of("copy", "bf16", *every[0], codec_sizes)
+    for dim in dims:
+        for dtype in (FUSED, UNFUSED):
+            for op in ("pack", "unpack"):
+                yield of(op, dtype, *every[0], codec_sizes, dim)
+
+
+@dataclass(frozen=True)
+class World:
+    """The process groups of a run.
+
+    Attributes:
+        device: This rank's.
+        control: All ranks, over gloo, for decisions: idle ranks wait in it without loading a GPU.
+    """
+
+    device: torch.device
+    control: Any
+
+    def places(self, every: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[Place, Any] | None]:
+        """For each setting this rank's place and the group of all who take part; None where it does not."""
+        found: dict[tuple[int, int], tuple[Place, Any] | None] = {}
+        known: dict[tuple[int, ...], Any] = {}
+
+        def group(members: Sequence[int]) -> Any:
+            # All ranks make all groups, in the same order.
+            if tuple(members) not in known:
+                known[tuple(members)] = dist.new_group(list(members))
+            return known[tuple(members)]
+
+        rank = dist.get_rank()
+        for ranks, groups in every:
+            together = group(range(ranks * groups))
+            own = [group(range(number * ranks, (number + 1) * ranks)) for number in range(groups)]
+            place = Place(self.device, own[min(rank // ranks, groups - 1)], rank % ranks, ranks, rank // ranks)
+            found[ranks, groups] = (place, together) if rank < ranks * groups else None
+        return found
+
+    def agree(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+
+def measure(case: Case, place: Place, together: Any) -> torch.Tensor:
+    """Check a case, then time it.
+
+    Returns:
+        (replays,) float64 microseconds a call, each the slowest rank's.
+
+    Raises:
+        RuntimeError: a call's result is not what it must be.
+    """
+    calls = [build(case, place) for _ in range(calls_for(case))]
+    cuda = place.device.type == "cuda"
+    calls[0].launch()
+    graph = None
+    if cuda:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call.launch()
+
+    def replay() -> None:
+        if graph is not None:
+            graph.replay()
+        else:
+            for call in calls:
+                call.launch()
+
+    for call in calls:
+        call.prepare()
+    replay()
+    wrong = [call.wrong() for call in calls]
+    if any(wrong):
+        raise RuntimeError(f"{case}: wrong in call {next(filter(None, wrong))}, on rank {dist.get_rank()}")
+    del wrong
+    replays = (30 if case.bytes_per_rank <= 2**24 else 15) if cuda else 3
+    marks = [_clock(cuda) for _ in range(2 * (replays + WARM_UP))]
+    token = torch.ones(1, device=place.device)
+    for index in range(replays + WARM_UP):
+        for call in calls:
+            call.refill()
+        # Queued right before the replay, so that ranks begin it together.
+        dist.all_reduce(token, dist.ReduceOp.MAX, group=together)
+        marks[2 * index].record()
+        replay()
+        marks[2 * index + 1].record()
+    if cuda:
+        torch.cuda.synchronize()
+    pairs = zip(marks[2 * WARM_UP :: 2], marks[2 * WARM_UP + 1 :: 2], strict=True)
+    elapsed = [1e3 * start.elapsed_time(stop) / len(calls) for start, stop in pairs]
+    samples = torch.tensor(elapsed, dtype=torch.float64, device=place.device)
+    dist.all_reduce(samples, dist.ReduceOp.MAX, group=together)
     return samples.cpu()
 
 
-def _check(operations: dict[str, Callable[[], object]], elements: int, ranks: int, group: Any) -> None:
-    """All-reduce of ones on every rank gives the number of ranks: the group is the one that is meant.
+class _HostClock:
+    """An event's two methods, for a CPU."""
 
-    Raises:
-        RuntimeError: it does not.
-    """
-    ones = torch.ones(64, device="cuda")
-    dist.all_reduce(ones, group=group)
-    if not bool((ones == ranks).all()):
-        raise RuntimeError(f"all-reduce over {ranks} ranks gave {ones[0].item()}")
+    def record(self) -> None:
+        self.at_ms = 1e3 * time.perf_counter()
+
+    def elapsed_time(self, later: _HostClock) -> float:
+        return later.at_ms - self.at_ms
 
 
-def measure(ranks: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Rows of every op and size on the first `ranks` ranks; empty on the others."""
-    group = dist.new_group(list(range(ranks)))
-    rows: list[dict[str, Any]] = []
-    if dist.get_rank() < ranks:
-        for size in sizes:
-            operations = _operations(size // 2, ranks, group)
-            _check(operations, size // 2, ranks, group)
-            for name, operation in operations.items():
-                samples = _time(operation, group)
-                p10, p50, p90 = samples.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
-                rows.append(
-                    {"op": name, "dtype": "bf16", "ranks": ranks, "groups": 1, "bytes_per_rank": size,
-                     "p10_us": p10, "p50_us": p50, "p90_us": p90, "samples": REPLAYS}
-                )  # fmt: skip
-            del operations
-            torch.cuda.empty_cache()
-    dist.barrier()
-    return rows
+def _clock(cuda: bool) -> Any:
+    return torch.cuda.Event(enable_timing=True) if cuda else _HostClock()
+
+
+def _row(case: Case, samples: torch.Tensor) -> dict[str, Any]:
+    p10, p50, p90 = samples.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+    return {
+        **asdict(case), "n": len(samples), "p10_us": p10, "p50_us": p50, "p90_us": p90,
+        "least_us": float(samples.min()), "most_us": float(samples.max()),
+    }  # fmt: skip
+
+
+def collect(options: argparse.Namespace, world: World) -> bool:
+    """Measure what the table lacks, series by series; whether all of it is there now."""
+    first = dist.get_rank() == 0
+    table = Table.open(options.out, world.device, sys.argv[1:]) if first else None
+    known = world.agree(table.keys if table else None)
+    places = world.places(settings(dist.get_world_size()))
+    every = list(series(dist.get_world_size(), options.sizes, options.codec_sizes, options.dims))
+    deadline = time.monotonic() + 60 * options.minutes
+    for number, cases in enumerate(every, 1):
+        missing = [case for case in cases if case not in known]
+        if not missing:
+            continue
+        if not world.agree(time.monotonic() < deadline):
+            if first:
+                print(f"stopped after {options.minutes:g} minutes; the same command continues", file=sys.stderr)
+            return False
+        taken = places[missing[0].ranks, missing[0].groups]
+        rows = [_row(case, measure(case, *taken)) for case in missing] if taken else []
+        if table:
+            table.add(rows)
+            last = rows[-1]
+            print(
+                f"[{number}/{len(every)}] {missing[0].label}: {len(rows)} sizes, the largest {last['p50_us']:,.0f} us",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+    return True
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; run under torchrun."""
+    """Command line; run under torchrun. Exit codes: 0 all is measured, 1 time ran out, 2 bad usage, 3 no GPUs."""
     parser = argparse.ArgumentParser(prog="python -m hil.collectives", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of collectives.parquet and collectives.json")
+    parser.add_argument("--minutes", type=float, default=30.0, help="begin nothing after this long (default: 30)")
+    parser.add_argument("--sizes", type=_sizes, default=SIZES, help="bytes a rank, comma-separated")
+    parser.add_argument("--codec-sizes", type=_sizes, default=CODEC_SIZES, help="the same, of compressed all-to-alls")
+    parser.add_argument("--dims", type=_sizes, default=DIMS, help="row lengths of compressed all-to-alls")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run over gloo, times mean nothing")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available() or "RANK" not in os.environ:
+    cuda = options.device == "cuda"
+    if (cuda and not torch.cuda.is_available()) or "RANK" not in os.environ:
         print("no GPUs here, or not under torchrun: torchrun --nproc-per-node 8 -m hil.collectives --out DIR", file=sys.stderr)
         return 3
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
-    rows: list[dict[str, Any]] = []
-    for ranks in (r for r in RANKS if r <= dist.get_world_size()):
-        rows += measure(ranks, SIZES)
-        if dist.get_rank() == 0:
-            print(f"{ranks} ranks: {len(rows)} rows so far", file=sys.stderr)
-    if dist.get_rank() == 0:
-        from hil.fingerprint import fingerprint
-
-        options.out.mkdir(parents=True, exist_ok=True)
-        pd.DataFrame(rows).to_parquet(options.out / "collectives.parquet", index=False, compression="zstd")
-        sidecar = {
-            "schema_version": 1,
-            "method": "median over replays of the slowest rank's CUDA-graph replay; see hil/collectives.py",
-            "runs": [
-                {
-                    "command": f"torchrun --nproc-per-node {dist.get_world_size()} -m hil.collectives --out data/h200",
-                    "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                    "rows": len(rows),
-                    "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-                    "nccl_environment": {k: v for k, v in os.environ.items() if k.startswith("NCCL_")},
-                    **fingerprint(),
-                }
-            ],
-        }
-        (options.out / "collectives.json").write_text(json.dumps(sidecar, indent=1) + "\n")
+    device = torch.device("cpu")
+    if cuda:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    try:
+        done = collect(options, World(device, dist.new_group(backend="gloo")))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     dist.barrier()
     dist.destroy_process_group()
-    return 0
+    return 0 if done else 1
 
 
 if __name__ == "__main__":
