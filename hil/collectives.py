@@ -214,7 +214,7 @@ def collect(options: argparse.Namespace, world: World) -> bool:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    return tuple(int(part) for part in text.split(",") if part)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
