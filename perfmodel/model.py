@@ -5,7 +5,8 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from dataclasses import dataclass
+import zlib
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from perfmodel.roofline import roofline_us
 
 Array = npt.NDArray[np.float64]
 
+SCHEMA_VERSION = 1
+# Kinds of the manifests of a calibration folder and of a refinement in it.
+CALIBRATION, REFINEMENT = "loka-sim/calibration", "loka-sim/time-refinement"
 # Added to the roofline, so that the target stays of order one for launches that take a microsecond whatever their size.
 LAUNCH_FLOOR_US = 1.0
 # Edges of the size classes, in microseconds of predicted time, within which intervals are calibrated.
@@ -79,7 +83,11 @@ class PerfModel:
             import xgboost
 
             booster = xgboost.Booster()
-            booster.load_model(bytearray(gzip.decompress((self.folder / model_file(kernel)).read_bytes())))
+            path = self.folder / model_file(kernel)
+            try:
+                booster.load_model(bytearray(gzip.decompress(path.read_bytes())))
+            except (EOFError, OSError, zlib.error, xgboost.core.XGBoostError) as error:
+                raise ValueError(f"{path} is missing or truncated; copy the folder again") from error
             booster.set_param({"nthread": 2})
             self._boosters[kernel] = booster
         return self._boosters[kernel]
@@ -129,20 +137,97 @@ class PerfModel:
         return pd.Series(inside, index=frame.index)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        ValueError: the file is missing or is no JSON object.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; copy the calibration folder whole")
+    try:
+        document = json.loads(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        document = None
+    if not isinstance(document, dict):
+        raise ValueError(f"{path} is truncated or no JSON object; copy the calibration folder again")
+    return document
+
+
+def check_version(path: Path, document: dict[str, Any], version: int) -> None:
+    """Refuse a file of another schema version."""
+    if document.get("schema_version") != version:
+        raise ValueError(f"{path} has schema version {document.get('schema_version')!r}; this loka-sim reads {version}")
+
+
+def read_spec(path: Path) -> HardwareSpec:
+    """A hardware specification from a file in the layout of `data/<hardware>/hardware.json`.
+
+    Raises:
+        ValueError: the file is missing, damaged or lacks a field.
+    """
+    document = read_json(path)
+    names = [field.name for field in fields(HardwareSpec)]
+    if missing := [name for name in names if name not in document]:
+        raise ValueError(f"{path} lacks {missing[0]!r}; see data/h200/hardware.json for the layout")
+    values = {name: document[name] for name in names}
+    return HardwareSpec(**{**values, "capability": tuple(values["capability"])})
+
+
+def _open(spec: HardwareSpec, folder: Path) -> PerfModel:
+    """The fit in a folder; every file that its manifest names must be there."""
+    path = folder / "manifest.json"
+    manifest = read_json(path)
+    check_version(path, manifest, SCHEMA_VERSION)
+    if manifest.get("hardware") != spec.name or "kernels" not in manifest:
+        raise ValueError(f"{path} is no time model of {spec.name}; it says hardware {manifest.get('hardware')!r}")
+    for kernel in manifest["kernels"]:
+        if not (folder / model_file(kernel)).is_file():
+            raise ValueError(f"{folder / model_file(kernel)} is missing; copy the folder whole")
+    return PerfModel(spec, folder, manifest)
+
+
 def load(hardware: str = "h200", calibration: Path | None = None) -> PerfModel:
     """The performance model of a GPU.
 
     Args:
-        hardware: A name of `perfmodel.hardware.available()`.
-        calibration: A folder with models of the user's own machine, in the layout of `data/<hardware>/models`.
+        hardware: A name of `perfmodel.hardware.available()`, or with a calibration that holds a full fit its hardware's.
+        calibration: A folder with what the user's own machine taught: `perfmodel/` in it is either a refinement
+            (`perfmodel.refine.Refinement.save`) or a full fit (`python -m perfmodel.fit --timings`), which comes with
+            `hardware.json` beside it.
 
     Raises:
-        ValueError: there are no data for that hardware.
+        ValueError: there are no data for that hardware; or the calibration is none, is for other hardware, of another
+            schema version, incomplete or damaged.
         FileNotFoundError: the models folder is incomplete.
     """
+    if calibration is not None:
+        return _calibrated(hardware, Path(calibration))
     spec = hardware_module.load(hardware)
-    folder = calibration or data_folder() / hardware / "models"
-    path = folder / "manifest.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; fit it with: python -m perfmodel.fit --hardware {hardware}")
-    return PerfModel(spec, folder, json.loads(path.read_text()))
+    folder = data_folder() / hardware / "models"
+    if not (folder / "manifest.json").is_file():
+        raise FileNotFoundError(
+            f"{folder / 'manifest.json'} is missing; fit it with: python -m perfmodel.fit --hardware {hardware}"
+        )
+    return _open(spec, folder)
+
+
+def _calibrated(hardware: str, calibration: Path) -> PerfModel:
+    """The model of a calibration folder, of either kind."""
+    folder = calibration / "perfmodel"
+    top = calibration / "manifest.json"
+    if not (folder / "manifest.json").is_file():
+        raise ValueError(
+            f"{calibration} is no calibration: {folder / 'manifest.json'} is missing; "
+            "make one with: loka-sim validate --gpu --out DIR"
+        )
+    if top.is_file() and read_json(top).get("kind") != CALIBRATION:
+        raise ValueError(f"{top} is no calibration's manifest; its kind is {read_json(top).get('kind')!r}, not {CALIBRATION!r}")
+    if read_json(folder / "manifest.json").get("kind") == REFINEMENT:
+        from perfmodel.refine import Refinement
+
+        return Refinement.load(calibration, load(hardware)).model
+    spec = read_spec(calibration / "hardware.json")
+    if spec.name != hardware:
+        raise ValueError(f"{calibration} was made for {spec.name}, not {hardware}; name it with --hardware {spec.name}")
+    return _open(spec, folder)

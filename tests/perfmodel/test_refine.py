@@ -1,0 +1,353 @@
+import gzip
+import json
+import time
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import perfmodel
+from perfmodel.correction import fit_local, fit_machine
+from perfmodel.fit import SHAPE, read_timings
+from perfmodel.model import CALIBRATION, PerfModel, columns_of, model_file
+from perfmodel.refine import LEAST_ROWS_NEW, Refinement, interval_bounds, refine
+from perfmodel.roofline import roofline_us
+
+
+@pytest.fixture(scope="module")
+def base() -> PerfModel:
+    return perfmodel.load("h200")
+
+
+def on_another_gpu(rows: pd.DataFrame, base: PerfModel) -> pd.DataFrame:
+    """Rows as a GPU with 0.8 of the FP8 peak, 0.7 of the bandwidth and launches 1 us longer would have given them."""
+    slow = replace(
+        base.hardware,
+        peak_fp8_tflops=0.8 * base.hardware.peak_fp8_tflops,
+        copy_bandwidth_tbs=0.7 * base.hardware.copy_bandwidth_tbs,
+    )
+    rows = rows.copy()
+    for kernel, index in rows.groupby("kernel").indices.items():
+        sizes = columns_of(rows.iloc[index])
+        ratio = roofline_us(kernel, *sizes, slow) / roofline_us(kernel, *sizes, base.hardware)
+        for column in ("p10_us", "p50_us", "p90_us"):
+            before = rows[column].to_numpy()[index]
+            launch = np.minimum(0.8 * before, 1.5)
+            rows.iloc[index, rows.columns.get_loc(column)] = (before - launch) * ratio + launch + 1.0
+    return rows
+
+
+@pytest.fixture(scope="module")
+def halves(base) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """GEMM rows of the zoo, which the base never saw, on another GPU: about 300 to refine on, and other shapes to judge."""
+    zoo = read_timings("h200").query("sweep == 'zoo'")
+    zoo = zoo[zoo["kernel"].isin(perfmodel.GEMM_KERNELS)].reset_index(drop=True)
+    shape = zoo.groupby(SHAPE).ngroup().to_numpy()
+    order = np.random.default_rng(0).permutation(shape.max() + 1)[shape]
+    rows = on_another_gpu(zoo, base)
+    return rows[order < 65].reset_index(drop=True), rows[order >= 250].reset_index(drop=True)
+
+
+@pytest.fixture(scope="module")
+def refinement(base, halves) -> Refinement:
+    return refine(base, halves[0])
+
+
+def mape(model: PerfModel, rows: pd.DataFrame) -> float:
+    return float((model.predict(rows)["time_us"] / rows["p50_us"] - 1).abs().mean())
+
+
+def coverage(model: PerfModel, rows: pd.DataFrame) -> float:
+    predicted = model.predict(rows)
+    return float(((rows["p50_us"] >= predicted["low_us"]) & (rows["p50_us"] <= predicted["high_us"])).mean())
+
+
+def test_another_gpu_is_learned_from_few_rows(base, halves, refinement):
+    measured, fresh = halves
+    assert 200 <= len(measured) <= 400
+    assert not set(map(tuple, measured[SHAPE].to_numpy())) & set(map(tuple, fresh[SHAPE].to_numpy()))
+    assert mape(base, fresh) > 0.25
+    assert mape(refinement.model, fresh) < 0.065
+    assert coverage(base, fresh) < 0.2
+    assert 0.85 <= coverage(refinement.model, fresh) <= 0.96
+    # What it says of itself is what fresh shapes find.
+    after = refinement.accuracy_after["all"]
+    assert after["mape"] == pytest.approx(mape(refinement.model, fresh), abs=0.02)
+    assert after["coverage"] == pytest.approx(coverage(refinement.model, fresh), abs=0.06)
+
+
+def test_local_part_beats_the_machine_part_alone(base, halves, refinement):
+    """Taking the local parts out of the refinement makes it worse on fresh shapes."""
+    plain = {key: replace(value, method="machine", local=None) for key, value in refinement.corrections.items()}
+    alone = replace(refinement, corrections=plain)
+    fresh = halves[1]
+    assert any(value.method == "local" for value in refinement.corrections.values())
+    assert mape(alone.model, fresh) > 1.05 * mape(refinement.model, fresh)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_own_gpu_is_not_made_worse(base, seed):
+    """On the machine that the base comes from there is little to learn; half of the zoo's GEMMs judge the other half."""
+    zoo = read_timings("h200").query("sweep == 'zoo'")
+    zoo = zoo[zoo["kernel"].isin(perfmodel.GEMM_KERNELS)].reset_index(drop=True)
+    shape = zoo.groupby(SHAPE).ngroup().to_numpy()
+    half = np.random.default_rng(seed).permutation(shape.max() + 1)[shape] % 2 == 0
+    result = refine(base, zoo[half])
+    assert mape(result.model, zoo[~half]) < 1.01 * mape(base, zoo[~half])
+    assert 0.85 <= coverage(result.model, zoo[~half]) <= 0.96
+
+
+def test_accuracy_before_is_the_bases_own(base, halves, refinement):
+    measured = halves[0]
+    error = (base.predict(measured)["time_us"] / measured["p50_us"] - 1).abs()
+    before = refinement.accuracy_before
+    assert before["all"]["n"] == len(measured)
+    assert before["all"]["mape"] == pytest.approx(error.mean())
+    assert before["all"]["coverage"] == pytest.approx(coverage(base, measured))
+    for kernel, stated in before["kernels"].items():
+        chosen = error[measured["kernel"] == kernel]
+        assert (stated["n"], stated["mape"], stated["worst"]) == pytest.approx((len(chosen), chosen.mean(), chosen.max()))
+    assert before["kinds"]["gemm"]["n"] == len(measured)
+    worst = before["worst"][0]
+    row = measured.loc[error.idxmax()]
+    assert (worst["kernel"], worst["m"], worst["n"], worst["k"]) == (row["kernel"], row["m"], row["n"], row["k"])
+    assert worst["measured_us"] == row["p50_us"]
+
+
+def test_no_shape_is_judged_by_a_model_that_saw_it(base):
+    """Rows whose error is noise, independent from shape to shape, cannot be predicted: `after` must not say they were."""
+    generator = np.random.default_rng(5)
+    sizes = pd.DataFrame({"kernel": "torch/bf16", "m": 256 * generator.permutation(400)[:200], "n": 512, "k": 1024, "groups": 1})
+    sizes["m"] += 256
+    noise = 0.2 * generator.standard_normal(len(sizes))
+    rows = sizes.assign(p50_us=base.predict(sizes)["time_us"] * np.exp(noise))
+    result = refine(base, rows)
+    assert result.accuracy_after["all"]["mape"] > 0.95 * np.abs(np.exp(-noise) - 1).mean()
+    assert result.accuracy_after["all"]["coverage"] == pytest.approx(0.9, abs=0.05)
+
+
+def test_measured_shapes_have_their_measured_time(base, halves, refinement):
+    measured = halves[0]
+    predicted = refinement.model.predict(measured)
+    np.testing.assert_allclose(predicted["time_us"], measured["p50_us"])
+    assert (predicted["low_us"] <= measured["p10_us"]).all() and (predicted["high_us"] >= measured["p90_us"]).all()
+    repeat = base.manifest["repeat_on_another_machine"]["p90"]
+    assert (predicted["high_us"] / predicted["time_us"] >= 1 + repeat - 1e-9).all()
+
+
+def test_far_from_measured_shapes_the_machine_part_remains(refinement):
+    local = next(value for value in refinement.corrections.values() if value.local is not None)
+    far = local.local.at + 200.0
+    features = np.array([[1.0, 0.5, 0.1, 0.5]] * len(far))
+    value, scale = local.predict(features, far, np.full(len(far), 0.05))
+    np.testing.assert_allclose(value, features @ local.coefficients, atol=1e-9)
+    assert scale.min() >= np.hypot(local.local.amplitude, local.local.noise) * 0.999
+
+
+def test_unmeasured_kinds_keep_the_bases_word(base, refinement):
+    rows = pd.DataFrame({"kernel": ["torch/quantize_rowwise", "torch/silu_forward"], "m": 4096, "n": 1, "k": 1024})
+    pd.testing.assert_frame_equal(refinement.model.predict(rows), base.predict(rows))
+
+
+def test_save_and_load_are_exact(base, halves, refinement, tmp_path):
+    refinement.save(tmp_path)
+    loaded = perfmodel.load("h200", calibration=tmp_path)
+    everything = pd.concat(halves)
+    pd.testing.assert_frame_equal(loaded.predict(everything), refinement.model.predict(everything), check_exact=True)
+    pd.testing.assert_series_equal(loaded.in_range(everything), refinement.model.in_range(everything))
+    assert loaded.fingerprint == refinement.model.fingerprint != base.fingerprint
+    assert loaded.manifest["refinement"]["accuracy_after"] == refinement.accuracy_after
+    Refinement.load(tmp_path, base).save(tmp_path)
+    assert perfmodel.load("h200", calibration=tmp_path).fingerprint == loaded.fingerprint
+    assert len(list((tmp_path / "perfmodel").iterdir())) == 2
+
+
+def test_saving_again_replaces(base, halves, refinement, tmp_path):
+    refinement.save(tmp_path)
+    other = refine(base, halves[0].iloc[:120])
+    other.save(tmp_path)
+    assert len(list((tmp_path / "perfmodel").glob("*"))) == 2
+    assert perfmodel.load("h200", calibration=tmp_path).fingerprint == other.model.fingerprint != refinement.model.fingerprint
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_bad_calibrations_are_refused_in_one_line(refinement, tmp_path):
+    def refused(match):
+        with pytest.raises(ValueError, match=match) as raised:
+            perfmodel.load("h200", calibration=tmp_path)
+        assert "\n" not in str(raised.value)
+
+    refused("is no calibration")
+    refinement.save(tmp_path)
+    manifest = tmp_path / "perfmodel" / "manifest.json"
+    good = manifest.read_text()
+    edit(manifest, schema_version=99)
+    refused("schema version 99")
+    manifest.write_text(good)
+    edit(manifest, hardware="h100")
+    refused("made for h100, not h200")
+    manifest.write_text(good)
+    edit(manifest, base_fingerprint="0")
+    refused("corrects the time model 0")
+    manifest.write_text(good)
+    edit(manifest, repeat=0.0)
+    refused("manifest.json is truncated or changed")
+    manifest.write_text(good[: len(good) // 2])
+    refused("truncated or no JSON")
+    manifest.write_text(good)
+    arrays = next((tmp_path / "perfmodel").glob("*.npz"))
+    data = arrays.read_bytes()
+    arrays.write_bytes(data[:-100])
+    refused("npz is truncated or changed")
+    arrays.unlink()
+    refused("npz is missing")
+    arrays.write_bytes(data)
+    (tmp_path / "manifest.json").write_text(json.dumps({"kind": "something else"}))
+    refused("no calibration's manifest")
+    (tmp_path / "manifest.json").write_text(json.dumps({"kind": CALIBRATION}))
+    assert perfmodel.load("h200", calibration=tmp_path).fingerprint == refinement.model.fingerprint
+
+
+def full_fit(base, folder):
+    """A calibration folder with a full fit of one kernel, for hardware `mine`."""
+    models = folder / "perfmodel"
+    models.mkdir()
+    kernel = "torch/bf16"
+    (models / model_file(kernel)).write_bytes((base.folder / model_file(kernel)).read_bytes())
+    manifest = {**base.manifest, "hardware": "mine", "kernels": {kernel: base.manifest["kernels"][kernel]}}
+    (models / "manifest.json").write_text(json.dumps(manifest))
+    spec = json.loads((base.folder.parent / "hardware.json").read_text())
+    (folder / "hardware.json").write_text(json.dumps({**spec, "name": "mine"}))
+
+
+def test_a_full_fit_is_a_calibration_too(base, tmp_path):
+    full_fit(base, tmp_path)
+    model = perfmodel.load("mine", calibration=tmp_path)
+    rows = pd.DataFrame({"kernel": "torch/bf16", "m": [4096, 77], "n": 512, "k": 256})
+    assert model.hardware.name == "mine"
+    pd.testing.assert_frame_equal(model.predict(rows), base.predict(rows))
+    with pytest.raises(ValueError, match="was made for mine, not h200"):
+        perfmodel.load("h200", calibration=tmp_path)
+    trees = tmp_path / "perfmodel" / model_file("torch/bf16")
+    data = trees.read_bytes()
+    for broken in (data[: len(data) // 2], gzip.compress(gzip.decompress(data)[:5000])):
+        trees.write_bytes(broken)
+        with pytest.raises(ValueError, match="missing or truncated"):
+            perfmodel.load("mine", calibration=tmp_path).predict(rows)
+    trees.unlink()
+    with pytest.raises(ValueError, match="ubj.gz is missing"):
+        perfmodel.load("mine", calibration=tmp_path)
+    (tmp_path / "hardware.json").unlink()
+    with pytest.raises(ValueError, match="hardware.json is missing"):
+        perfmodel.load("mine", calibration=tmp_path)
+
+
+def as_new_kernel(rows: pd.DataFrame) -> pd.DataFrame:
+    """bf16's rows under the name of a kernel that the base does not know."""
+    return rows[rows["kernel"] == "torch/fp8_rowwise_fast"].assign(kernel="fbgemm/fp8_rowwise_fast")
+
+
+def test_a_new_kernel_is_learned_from_the_roofline(base):
+    zoo = as_new_kernel(read_timings("h200").query("sweep == 'zoo'")).sample(frac=1, random_state=0)
+    measured, fresh = zoo.iloc[:200], zoo.iloc[200:]
+    model = refine(base, measured).model
+    assert mape(model, fresh) < 0.09  # the roofline alone is 64% off
+    assert coverage(model, fresh) >= 0.85
+    predicted = model.predict(fresh)
+    assert np.median(predicted["high_us"] / predicted["low_us"]) < 1.5
+    assert "fbgemm/fp8_rowwise_fast" not in model.manifest["refinement"]["accuracy_before"]["kernels"]
+    assert model.manifest["kernels"]["fbgemm/fp8_rowwise_fast"]["held_out"]["n"] == 200
+    assert model.in_range(fresh).any()
+    few = measured.iloc[: LEAST_ROWS_NEW - 1]
+    with pytest.raises(ValueError, match=f"fbgemm/fp8_rowwise_fast is new .* has {LEAST_ROWS_NEW - 1} measured shapes"):
+        refine(base, few)
+
+
+def test_bad_rows_are_refused_and_linear_ones_ignored(base, halves):
+    rows = halves[0].iloc[:60]
+    with pytest.raises(ValueError, match=r"lack the columns \['p50_us'\]"):
+        refine(base, rows.drop(columns="p50_us"))
+    with pytest.raises(ValueError, match="p50_us must be positive"):
+        refine(base, rows.assign(p50_us=0.0))
+    with pytest.raises(ValueError, match="'torch/fp9' is not a kernel"):
+        refine(base, rows.assign(kernel="torch/fp9"))
+    with pytest.raises(ValueError, match="at least 1"):
+        refine(base, rows.assign(m=0))
+    linear = rows.iloc[:5].assign(kernel="torchao/linear_rowwise", p50_us=1e6, eager_us=3.0)
+    assert refine(base, pd.concat([rows, linear])).fingerprint == refine(base, rows).fingerprint
+
+
+def test_a_handful_of_rows_does_not_narrow_the_intervals(base, halves):
+    """Five rows that the base happens to predict exactly are no ground for a narrower interval elsewhere."""
+    rows = halves[0].query("kernel == 'torch/bf16'").iloc[:5]
+    rows = rows.assign(p50_us=base.predict(rows)["time_us"])
+    fresh = halves[1].query("kernel == 'torch/bf16'")
+    before, after = base.predict(fresh), refine(base, rows[["kernel", *SHAPE, "p50_us"]]).model.predict(fresh)
+    assert np.median(after["high_us"] / after["low_us"]) > 0.95 * np.median(before["high_us"] / before["low_us"])
+
+
+def test_errors_of_predict_stay(refinement):
+    model = refinement.model
+    with pytest.raises(ValueError, match="'torch/fp9' is not a kernel"):
+        model.predict(pd.DataFrame({"kernel": ["torch/fp9"], "m": 1, "n": 1, "k": 1}))
+    with pytest.raises(ValueError, match="lacks the columns"):
+        model.predict(pd.DataFrame({"kernel": ["torch/bf16"], "m": [1]}))
+    with pytest.raises(ValueError, match="at least 1"):
+        model.predict(pd.DataFrame({"kernel": ["torch/bf16"], "m": [0], "n": 16, "k": 16}))
+    empty = pd.DataFrame({"kernel": pd.Series(dtype=str), "m": [], "n": [], "k": []})
+    assert model.predict(empty).empty
+
+
+def test_predict_is_fast_and_keeps_order(base, refinement):
+    generator = np.random.default_rng(0)
+    names = [name for name in base.manifest["kernels"] if name in perfmodel.GEMM_KERNELS]
+    frame = pd.DataFrame({
+        "kernel": generator.choice(names, 36_000), "m": 64 * generator.integers(4, 1000, 36_000),
+        "n": 16 * generator.integers(1, 200, 36_000), "k": 16 * generator.integers(1, 200, 36_000),
+    })  # fmt: skip
+    refinement.model.predict(frame.head(100)), base.predict(frame.head(100))
+    seconds = []
+    for model in (base, refinement.model):
+        start = time.process_time()
+        whole = model.predict(frame)
+        seconds.append(time.process_time() - start)
+    # One second is the promise; processor time of one thread, so that a busy machine does not fail it.
+    assert seconds[1] - seconds[0] < 1.0
+    some = frame.sample(500, random_state=1)
+    np.testing.assert_allclose(refinement.model.predict(some), whole.loc[some.index], rtol=1e-9)
+
+
+def test_machine_part_recovers_known_coefficients():
+    generator = np.random.default_rng(1)
+    features = np.stack([np.ones(400), *generator.uniform(0, 1, (3, 400))], axis=1)
+    truth = {"a": np.array([0.3, 0.0, 0.2, -0.1]), "b": np.array([0.25, 0.0, 0.2, -0.1])}
+    kernels = np.array(["a", "b"] * 200, dtype=object)
+    target = np.array([row @ truth[name] for row, name in zip(features, kernels, strict=True)])
+    target += 0.01 * generator.standard_normal(400)
+    target[:8] += 3.0  # outliers
+    found = fit_machine(kernels, features, target)
+    for name, value in truth.items():
+        np.testing.assert_allclose(features @ found[name], features @ value, atol=0.02)
+
+
+def test_local_part_interpolates_and_knows_how_far_it_is():
+    at = np.zeros((30, 7))
+    at[:, 0] = np.linspace(0, 15, 30)
+    local = fit_local(at, 0.2 * np.sin(at[:, 0]), (2.0, 0.2, 0.01))
+    between = at[:-1] + (at[1:] - at[:-1]) / 2
+    mean, deviation = local.predict(between)
+    np.testing.assert_allclose(mean, 0.2 * np.sin(between[:, 0]), atol=0.02)
+    _, far = local.predict(at[-1:] + 100)
+    assert deviation.max() < 0.05 < far[0]
+
+
+def test_interval_bounds_have_the_finite_sample_rank():
+    score = np.random.default_rng(0).permutation(np.arange(-50, 50)) / 10.0
+    low, high = interval_bounds(score, 100)
+    assert (low, high) == pytest.approx(tuple(np.quantile(score, [1 - 0.95 * 1.01, 0.95 * 1.01])))
+    assert interval_bounds(score, 19) == [score.min(), score.max()]
+    assert interval_bounds(np.array([0.1]), 1) == pytest.approx([-1.6449, 1.6449])
