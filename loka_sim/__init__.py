@@ -7,6 +7,7 @@ The flat API; each name is imported when it is first used, so that `import loka_
     loka_sim.save_run(answer, "runs/wukong")          # dispatch table, report and manifest
     loka_sim.compare("runs/a", "runs/b")              # two such folders
     loka_sim.export("runs/a/dispatch_table.json", "torchao")
+    loka_sim.validate("wukong", out="runs/check")     # on a Hopper GPU: measure, refine, decide again
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from loka_sim.modelspec import ModelSpec as ModelSpec
     from loka_sim.resolve import resolve_model as resolve_model
     from loka_sim.run_folder import save_run as save_run
+    from loka_sim.validation import validate as validate
     from loka_sim.whatif import WhatIf as WhatIf
     from loka_sim.whatif import whatif as whatif
 
@@ -38,6 +40,7 @@ _HOMES = {
     "load_table": "loka_sim.dispatch.table:load",
     "resolve_model": "loka_sim.resolve:resolve_model",
     "save_run": "loka_sim.run_folder:save_run",
+    "validate": "loka_sim.validation:validate",
     "whatif": "loka_sim.whatif:whatif",
 }
 

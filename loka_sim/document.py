@@ -41,6 +41,7 @@ def document(answer: WhatIf) -> dict[str, Any]:
             "mods": list(settings.mods),
             "max_mere": settings.max_mere,
             "min_speedup": settings.min_speedup,
+            "calibration": settings.calibration,
         },
         "model": {
             "name": spec.name,
@@ -93,6 +94,7 @@ def command(settings: Settings) -> list[str]:
         ("--mods", ",".join(settings.mods), ""),
         ("--max-mere", settings.max_mere, 0.2),
         ("--min-speedup", settings.min_speedup, 1.05),
+        ("--calibration", settings.calibration, None),
     ):
         if value != default:
             words += [option, str(value)]

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from loka_sim import modelspec
 from loka_sim.errors import UserError, expected_of_lower_floors
@@ -86,16 +86,27 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def _from_callable(text: str) -> ModelSpec:
+def load_callable(text: str) -> Callable[[], Any]:
+    """The function that `package.module:callable` names, imported with the current directory on the path.
+
+    Raises:
+        UserError: there is none, or its import fails.
+    """
     module_name, _, attribute = text.partition(":")
     if not module_name or not attribute:
         raise UserError(f"{text!r}: write package.module:callable")
     # Standard output is the answer's: what the user's code prints is no part of it.
     with _current_directory_first(), contextlib.redirect_stdout(sys.stderr):
         found = _attribute(_import(module_name, text), attribute, text)
-        if not callable(found):
-            mend = "name a function without arguments that returns (model, inputs)"
-            raise UserError(f"{text}: {attribute} is {found!r:.40}, not a function; {mend}")
+    if not callable(found):
+        mend = "name a function without arguments that returns (model, inputs)"
+        raise UserError(f"{text}: {attribute} is {found!r:.40}, not a function; {mend}")
+    return cast(Callable[[], Any], found)
+
+
+def _from_callable(text: str) -> ModelSpec:
+    found = load_callable(text)
+    with _current_directory_first(), contextlib.redirect_stdout(sys.stderr):
         made = _call(found, text)
         if isinstance(made, ModelSpec):
             return made

@@ -20,6 +20,8 @@ def statements(answer: WhatIf) -> list[Statement]:
     found = [*_statistics(answer), *_sweep(answer), *_left_out(answer)]
     found.append(("note", "Dense step: GEMMs, quantization, norms, activations and bias gradients, kernel after kernel. "
                   "Copies, concatenations, the loss, the optimizer and embedding look-ups are not in it."))  # fmt: skip
+    if answer.settings.calibration is not None:
+        found.append(("note", f"Times and errors as the calibration {answer.settings.calibration} corrects them."))
     found.append(("note", "Quantization runs as kernels of its own, not fused into the norm or activation before it."))
     return sorted(found, key=lambda statement: statement[0] != "warning")
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loka_sim.calibration import load as load_calibration
 from loka_sim.communication import Communication, communication
 from loka_sim.dispatch.accuracy import Errors
 from loka_sim.dispatch.around import Around, around
@@ -46,6 +48,7 @@ class Settings:
         mods: Changes to the model.
         max_mere: Mean element-wise relative error that an FP8 pass must stay below.
         min_speedup: Least speedup, quantization included, for FP8.
+        calibration: Folder of a calibration; None for the shipped models as they are.
     """
 
     model: str
@@ -56,6 +59,7 @@ class Settings:
     mods: tuple[str, ...]
     max_mere: float
     min_speedup: float
+    calibration: str | None = None
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,7 @@ def whatif(
     mods: str | Sequence[str] = (),
     max_mere: float = 0.2,
     min_speedup: float = 1.05,
+    calibration: str | Path | None = None,
 ) -> WhatIf:
     """Decide which GEMMs of a model run in FP8, with which kernel, and predict what that is worth.
 
@@ -158,6 +163,7 @@ def whatif(
         mods: Changes to the model: no_bias, blocknorm, hardswish, or all.
         max_mere: Predicted mean element-wise relative error that an FP8 pass must stay below.
         min_speedup: Least predicted speedup over bf16, quantization included.
+        calibration: Folder that `loka-sim validate --gpu` or `collect --gpu` wrote: both models as one machine corrected them.
 
     Raises:
         UserError: an argument is wrong; one line that names it and the mend.
@@ -169,11 +175,15 @@ def whatif(
     _check_sizes(spec, size)
     spec = spec.at_batch(size)
     name = model if isinstance(model, str) else spec.name
-    settings = Settings(name, size, gpus, hardware, statistics, names, max_mere, min_speedup)
+    measured = None if calibration is None else load_calibration(calibration)
+    if measured is not None:
+        hardware = measured.hardware
+    folder = None if calibration is None else str(calibration)
+    settings = Settings(name, size, gpus, hardware, statistics, names, max_mere, min_speedup, folder)
     import perfmodel
 
     with expected_of_lower_floors():
-        timing = perfmodel.load(hardware)
+        timing = perfmodel.load(hardware, None if measured is None else measured.path)
     known = distributions(spec, statistics, names)
     exchanged = communication(spec, gpus, hardware)
     major, minor = timing.hardware.capability
@@ -184,7 +194,8 @@ def whatif(
     for shape in set(shapes):
         rows |= possible_rows(shape, policy.capability)
     times = Times.predict(timing, rows)
-    decided, accuracies = _decide(spec, shapes, known, times, policy)
+    errors = Errors(policy.capability, {} if measured is None else measured.mere_factors)
+    decided, accuracies = _decide(spec, shapes, known, times, policy, errors)
     sites = tuple(
         SiteDecision(site, shape, passes, beside, times.sum(beside.rows), known.how(site.name))
         for site, shape, passes, beside in zip(spec.sites, shapes, decided, arounds, strict=True)
@@ -231,10 +242,9 @@ def _largest(sizes: Sequence[int]) -> int:
 
 
 def _decide(
-    spec: ModelSpec, shapes: Sequence[SiteShape], known: Distributions, times: Times, policy: Policy
+    spec: ModelSpec, shapes: Sequence[SiteShape], known: Distributions, times: Times, policy: Policy, errors: Errors
 ) -> tuple[list[dict[str, PassDecision]], list[Accuracies]]:
     """Decisions and predicted errors per site; sites that are alike are decided once."""
-    errors = Errors(policy.capability)
     memo: dict[tuple[SiteShape, int], tuple[dict[str, PassDecision], Accuracies]] = {}
     decided, accuracies = [], []
     for site, shape in zip(spec.sites, shapes, strict=True):

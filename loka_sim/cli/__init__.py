@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import loka_sim
-from loka_sim.cli import capture, compare, export, kernels, models, whatif
+from loka_sim.cli import capture, collect, compare, export, kernels, models, validate, whatif
 from loka_sim.errors import LokaSimError, UserError
 
 BUG, INTERRUPTED, BROKEN_PIPE = 101, 130, 141
@@ -27,6 +27,7 @@ _EPILOG = """start here:
   loka-sim whatif my_package.model:make           ... for your own
   loka-sim whatif wukong --out runs/wukong        ... with dispatch table and report
   loka-sim compare runs/a runs/b                  what changed between two runs, and what it is worth
+  loka-sim validate --gpu wukong                  on a Hopper GPU: how true all that is, and a calibration
 """
 
 
@@ -45,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     top.add_argument("--version", action="version", version=f"loka-sim {loka_sim.__version__}")
     verbs = top.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=_Parser)
-    for verb in (whatif, compare, export, capture, models, kernels):
+    for verb in (whatif, compare, export, capture, validate, collect, models, kernels):
         verb.add(verbs)
     return top
 

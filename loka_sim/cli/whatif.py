@@ -32,6 +32,9 @@ def add(verbs: Any) -> None:
     verb.add_argument(
         "--min-speedup", type=float, default=1.05, metavar="X", help="least speedup, quantization included (default: 1.05)"
     )
+    verb.add_argument(
+        "--calibration", metavar="DIR", help="both models as a machine of yours corrected them (see validate and collect)"
+    )
     verb.add_argument("--json", action="store_true", help="print every figure as JSON")
     verb.add_argument("--out", type=Path, metavar="DIR", help="write dispatch table, report and manifest into a folder")
     verb.set_defaults(run=run)
@@ -54,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         mods=arguments.mods,
         max_mere=arguments.max_mere,
         min_speedup=arguments.min_speedup,
+        calibration=arguments.calibration,
     )
     document = answer.to_dict()
     if folder is not None:

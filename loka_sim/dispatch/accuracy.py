@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from loka_sim.dispatch.candidates import SiteShape, legal_fp8
@@ -18,13 +20,17 @@ if TYPE_CHECKING:
 class Errors:
     """Predicts GEMM errors, each (distributions, shape, recipes) once."""
 
-    def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
+    def __init__(
+        self, capability: tuple[int, int] = (9, 0), mere_factors: Mapping[str, Mapping[str, float]] | None = None
+    ) -> None:
         """Start with nothing predicted.
 
         Args:
             capability: CUDA compute capability that kernels must be legal on.
+            mere_factors: Kernel -> pass -> factor on the predicted MERE, from a calibration; the SQNR moves with it.
         """
         self.capability = capability
+        self._factors = mere_factors or {}
         self._memo: dict[tuple[object, ...], Accuracy] = {}
         self._kept: list[object] = []
         self._normal: TensorStatistics | None = None
@@ -44,7 +50,11 @@ class Errors:
                 signal = statistics.gradient if statistics is not None and name == "grad_weight" else None
                 pair = statistics.pairs.get(name) if statistics is not None else None
                 for kernel in kernels:
-                    result[name, kernel] = self._predict(left, right, shape.gemm(name)[:3], kernel, signal, pair)
+                    found = self._predict(left, right, shape.gemm(name)[:3], kernel, signal, pair)
+                    factor = self._factors.get(kernel, {}).get(name, 1.0)
+                    if factor != 1.0:
+                        found = Accuracy(found.mere * factor, found.sqnr_db - 20 * math.log10(factor))
+                    result[name, kernel] = found
         return result
 
     def _operands(self, name: str, statistics: SiteStatistics | None) -> tuple[TensorStatistics, TensorStatistics]:

@@ -90,5 +90,5 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUpTimes:
     import perfmodel
 
     times = MadeUpTimes()
-    monkeypatch.setattr(perfmodel, "load", lambda hardware="h200": times)
+    monkeypatch.setattr(perfmodel, "load", lambda hardware="h200", calibration=None: times)
     return times

@@ -1,0 +1,134 @@
+"""What a validation found, put into figures, and the tolerances that it must keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from perfmodel.kernels import KERNELS
+
+if TYPE_CHECKING:
+    import pandas
+
+FAMILIES = ("gemm", "batched_gemm", "quantize", "layout", "pointwise")
+# Limits that the refined models must keep on this machine; what a validation's exit code says.
+MOST_GEMM_MAPE = 0.10
+MOST_QUANTIZE_MAPE = 0.15
+LEAST_COVERAGE = 0.80
+MOST_REGRET = 0.01
+MOST_SQNR_GAP_DB = 1.0
+MOST_SPEEDUP_GAP = 0.05
+
+
+def time_summary(rows: pandas.DataFrame) -> list[dict[str, Any]]:
+    """Accuracy per set of shapes and kernel family, before and after refinement.
+
+    Args:
+        rows: Columns set, kernel, measured_us, and before_us, before_low_us, before_high_us, likewise after.
+    """
+    result = []
+    families = rows["kernel"].map(lambda name: KERNELS[name].kind)
+    for which in ("model", "fresh"):
+        for family in FAMILIES:
+            some = rows[(rows["set"] == which) & (families == family)]
+            if len(some):
+                result.append(
+                    {"set": which, "family": family, "n": len(some), **{w: _accuracy(some, w) for w in ("before", "after")}}
+                )
+    return result
+
+
+def _accuracy(rows: pandas.DataFrame, when: str) -> dict[str, float]:
+    measured = rows["measured_us"].to_numpy(float)
+    time, low, high = (rows[f"{when}{end}_us"].to_numpy(float) for end in ("", "_low", "_high"))
+    error = np.abs(time / measured - 1)
+    return {
+        "mape": float(error.mean()), "median": float(np.median(error)), "p90": float(np.quantile(error, 0.9)),
+        "worst": float(error.max()), "coverage": float(((measured >= low) & (measured <= high)).mean()),
+    }  # fmt: skip
+
+
+def offenders(rows: pandas.DataFrame, count: int = 10) -> list[dict[str, Any]]:
+    """The rows that the refined model is farthest off on, those of sets and times that it did not see."""
+    error = (rows["after_us"] / rows["measured_us"] - 1).abs()
+    worst = rows.assign(error=error).nlargest(count, "error")
+    return [
+        {
+            "kernel": row.kernel, "m": int(row.m), "n": int(row.n), "k": int(row.k), "groups": int(row.groups),
+            "measured_us": float(row.measured_us), "predicted_us": float(row.after_us),
+            "error": float(row.after_us / row.measured_us - 1),
+        }
+        for row in worst.itertuples()
+    ]  # fmt: skip
+
+
+def _tolerance(
+    name: str, label: str, value: float | None, limit: float, unit: str, most: bool, found: Sequence[str] = ()
+) -> dict[str, Any]:
+    ok = None if value is None else bool(value <= limit if most else value >= limit)
+    return {"name": name, "label": label, "value": value, "limit": limit, "unit": unit, "ok": ok, "offenders": list(found)}
+
+
+def _named(row: dict[str, Any]) -> str:
+    size = " x ".join(str(row[letter]) for letter in "mnk") + (f" x {row['groups']} groups" if row["groups"] > 1 else "")
+    return f"{row['kernel']} {size}: {row['predicted_us']:.1f} us predicted, {row['measured_us']:.1f} us measured"
+
+
+def tolerances(
+    numerics: dict[str, Any] | None, time: dict[str, Any] | None, dispatch: dict[str, Any] | None, step: dict[str, Any] | None
+) -> list[dict[str, Any]]:
+    """What was found against its limit; the value is None where it was not measured."""
+    result = []
+    for family, limit in (("gemm", MOST_GEMM_MAPE), ("quantize", MOST_QUANTIZE_MAPE)):
+        some = [row for row in time["summary"] if row["family"] == family] if time else []
+        count = sum(row["n"] for row in some)
+        value = sum(row["n"] * row["after"]["mape"] for row in some) / count if count else None
+        inside = sum(row["n"] * row["after"]["coverage"] for row in some) / count if count else None
+        worst = [_named(row) for row in time["offenders"] if KERNELS[row["kernel"]].kind == family][:3] if time else []
+        label = "GEMM" if family == "gemm" else "quantization"
+        result.append(_tolerance(f"{family}_mape", f"{label} time, mean error", value, limit, "share", True, worst))
+        text = f"{label} times inside their 90% interval"
+        result.append(_tolerance(f"{family}_coverage", text, inside, LEAST_COVERAGE, "share", False, worst))
+    regret = None
+    lost: list[str] = []
+    if dispatch and dispatch["policies"]:
+        by_name = {row["name"]: row for row in dispatch["policies"]}
+        regret = by_name["cross_validated"]["against_best"]
+        lost = [f"{by_name['cross_validated']['measured_us'] - by_name['best']['measured_us']:.0f} us a step over the best"]
+    label = "regret of decisions on shapes not measured before"
+    result.append(_tolerance("regret", label, regret, MOST_REGRET, "share", True, lost))
+    equal = gap = None
+    unequal: list[str] = []
+    far: list[str] = []
+    if numerics:
+        outputs = sum(row["outputs"] for row in (*numerics["sampled"], *numerics["tensors"]))
+        wrong = sum(row["unequal"] for row in numerics["sampled"])
+        wrong += sum(round((1 - row["bit_equal"]) * row["outputs"]) for row in numerics["tensors"])
+        equal = 1 - wrong / outputs if outputs else None
+        unequal = [row["kernel"] for row in numerics["sampled"] if row["unequal"]]
+        unequal += [f"{row['kernel']} in {row['pass']} of {row['site']}" for row in numerics["tensors"] if row["bit_equal"] < 1]
+        gaps = sorted(
+            ((abs(row["predicted_sqnr_db"] - row["measured_sqnr_db"]), row) for row in numerics["tensors"]),
+            key=lambda pair: -pair[0],
+        )
+        if gaps:
+            gap = float(np.median([pair[0] for pair in gaps]))
+            far = [f"{row['site']} {row['pass']} under {row['kernel']}: {off:.1f} dB off" for off, row in gaps[:3]]
+    result.append(_tolerance("bit_equal", "outputs equal to the emulator's", equal, 1.0, "share", False, unequal[:3]))
+    label = "SQNR, median gap to the prediction"
+    result.append(_tolerance("sqnr_gap", label, gap, MOST_SQNR_GAP_DB, "dB", True, far))
+    off = None
+    if step:
+        decided = next((v for v in step["variants"] if v["name"] == "decision" and v["predicted_after"]), None)
+        off = None if decided is None else abs(decided["speedup"] / decided["predicted_after"]["speedup"] - 1)
+    label = "step's speedup, gap to the prediction"
+    result.append(_tolerance("speedup_gap", label, off, MOST_SPEEDUP_GAP, "share", True))
+    return result
+
+
+def verdict(found: Sequence[dict[str, Any]]) -> bool:
+    """Whether everything that was measured keeps its limit, and times were measured at all."""
+    measured = {entry["name"] for entry in found if entry["ok"] is not None}
+    return "gemm_mape" in measured and all(entry["ok"] is not False for entry in found)

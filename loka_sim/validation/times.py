@@ -1,0 +1,100 @@
+"""Predicted against measured times, before and after refinement, never judged on what the refinement saw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loka_sim.dispatch.candidates import Row
+from loka_sim.dispatch.cost import Time, Times
+from loka_sim.dispatch.decide import Accuracies, Policy, decide_site
+from loka_sim.validation import judge
+
+if TYPE_CHECKING:
+    import pandas
+
+    from loka_sim.whatif import WhatIf
+
+KEY = ["kernel", "m", "n", "k", "groups"]
+ENDS = ["time_us", "low_us", "high_us"]
+
+
+def time_part(hardware: str, folder: Path, rows: pandas.DataFrame, refinement: Any) -> dict[str, Any]:
+    """The document's part on times.
+
+    Args:
+        hardware: Whose shipped model it was before.
+        folder: The calibration.
+        rows: All measured rows, with `sweep`: `model`, which the refinement is made from, or `fresh`, which it is not.
+        refinement: Its `held_out` has a prediction of every row of `model` by a refinement that did not see its shape.
+    """
+    import pandas
+
+    import perfmodel
+
+    base, refined = perfmodel.load(hardware), perfmodel.load(hardware, folder)
+    unknown = sorted(set(rows["kernel"]) - set(base.manifest["kernels"]))
+    rows = rows[~rows["kernel"].isin(unknown)].drop_duplicates([*KEY, "sweep"], keep="last")
+    # A fresh shape that the model happens to have is no fresh one.
+    seen = pandas.MultiIndex.from_frame(rows.loc[rows["sweep"] == "model", KEY[1:]])
+    fresh = (rows["sweep"] == "fresh") & ~pandas.MultiIndex.from_frame(rows[KEY[1:]]).isin(seen)
+    parts = []
+    for name, some in (("model", rows[rows["sweep"] == "model"]), ("fresh", rows[fresh])):
+        if not len(some):
+            continue
+        some = some.reset_index(drop=True)
+        if name == "model":
+            after = some[KEY].merge(refinement.held_out.astype({key: "int64" for key in KEY[1:]}), on=KEY, how="left")[ENDS]
+        else:
+            after = refined.predict(some).reset_index(drop=True)
+        before = base.predict(some).reset_index(drop=True)
+        joined = some[KEY].assign(set=name, measured_us=some["p50_us"], eager_us=some["eager_us"])
+        for when, predicted in (("before", before), ("after", after)):
+            for end, column in zip(("", "_low", "_high"), ENDS, strict=True):
+                joined[f"{when}{end}_us"] = predicted[column].to_numpy()
+        parts.append(joined)
+    every = pandas.concat(parts, ignore_index=True)
+    note = f"not in the shipped time model, and so not judged: {', '.join(unknown)}" if unknown else None
+    return {
+        "rows": _records(every), "summary": judge.time_summary(every), "offenders": judge.offenders(every), "note": note,
+    }  # fmt: skip
+
+
+def _records(rows: pandas.DataFrame) -> list[dict[str, Any]]:
+    """Plain values, figures of five digits; a missing one is None."""
+    order = ["set", *KEY, "measured_us", *(f"{w}{e}_us" for w in ("before", "after") for e in ("", "_low", "_high")), "eager_us"]
+    records = []
+    for values in rows[order].itertuples(index=False):
+        entry: dict[str, Any] = dict(zip(order, values, strict=True))
+        for key, value in entry.items():
+            if key in ("m", "n", "k", "groups"):
+                entry[key] = int(value)
+            elif isinstance(value, float):
+                entry[key] = None if value != value else float(f"{value:.5g}")
+        records.append(entry)
+    return records
+
+
+def decided_unseen(answer: WhatIf, refinement: Any) -> list[dict[str, str]]:
+    """Decisions of a model's sites by times that were predicted without the shapes that they are about."""
+    held_out = {
+        Row(str(kernel), int(m), int(n), int(k), int(groups)): Time(float(time), float(low), float(high))
+        for kernel, m, n, k, groups, time, low, high in refinement.held_out[[*KEY, *ENDS]].itertuples(index=False)
+    }
+    times = Times({**answer.times.of, **{row: time for row, time in held_out.items() if row in answer.times.of}})
+    policy = Policy(answer.settings.max_mere, answer.settings.min_speedup, tuple(answer.hardware["capability"]))
+    memo: dict[Any, dict[str, str]] = {}
+    result = []
+    for site in answer.sites:
+        accuracies: Accuracies = {
+            (name, candidate.kernel): candidate.accuracy
+            for name, decided in site.passes.items()
+            for candidate in decided.candidates
+            if candidate.accuracy is not None
+        }
+        key = site.shape, tuple(sorted((pair, accuracy.mere) for pair, accuracy in accuracies.items()))
+        if key not in memo:
+            decided_passes = decide_site(site.shape, times, accuracies, policy)
+            memo[key] = {name: decided.kernel for name, decided in decided_passes.items()}
+        result.append(memo[key])
+    return result
