@@ -2,10 +2,13 @@
 
     python -m hil.collect gemm --out data/h200
     python -m hil.collect memory --out data/h200 --workers 12
+    python -m hil.collect gemm --out data/h200 --kernels 'fbgemm/*' 'loka/*'
 
-A row per (kernel, shape): samples, p10, p50 and p90 in microseconds, the error of one result against FP64, and the GPU's
-clock and power. The file already in the folder is extended, not replaced: shapes that it holds are skipped, so an
-interrupted sweep goes on where it was.
+A row per (kernel, shape): how many samples, their p10, p50, p90 and extremes in microseconds, how many are outliers, the
+time of an eager call, the error of one result against FP64, and the GPU's clock, power and temperature. The file already
+in the folder is extended, not replaced: what it holds is skipped kernel by kernel, so that an interrupted sweep goes on
+where it was, and new kernels are measured over the shapes of the old ones. It is saved every minute. Files of before a
+column was added have NaN there.
 """
 
 from __future__ import annotations
@@ -20,13 +23,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from hil.kernels.availability import absences, availability, available_kernels
 from hil.kernels.base import Runner, Shape
-from hil.shapes import SWEEPS
+from hil.shapes import SWEEPS as GEMM_AND_MEMORY_SWEEPS
+from hil.shapes import gemm_shapes
 from perfmodel.kernels import KERNELS
 
 COLUMNS = (
@@ -38,26 +44,65 @@ COLUMNS = (
     "p10_us",
     "p50_us",
     "p90_us",
+    "least_us",
+    "most_us",
+    "outliers",
+    "eager_us",
     "samples",
     "launches",
     "error",
     "sm_mhz",
     "power_w",
+    "temperature_c",
     "sweep",
 )
-FAMILIES = {"gemm": ("gemm", "batched_gemm"), "memory": ("quantize", "layout", "pointwise")}
+FAMILIES = {
+    "gemm": ("gemm", "batched_gemm"),
+    "memory": ("quantize", "layout", "pointwise"),
+    "linear": ("linear",),
+}
+SAVE_SECONDS = 60.0
 
 
-def legal_runners(shape: Shape, kinds: Sequence[str]) -> list[Runner]:
-    """The registered kernels of these kinds that may run this shape."""
+def linear_shapes(count: int, seed: int) -> list[Shape]:
+    """`count` distinct layers, taken from `gemm_shapes`: (rows, out features, in features), all multiples of 16."""
+    fitting = [
+        shape
+        for shape in gemm_shapes(8 * count, seed)
+        if shape.m >= 256
+        and max(shape.n, shape.k) <= 8192
+        and not (shape.m % 16 or shape.n % 16 or shape.k % 16)
+        # x, y and their gradients of several launches lie side by side.
+        and max(shape.m * shape.k, shape.m * shape.n) <= 2**27
+    ]
+    return fitting[:count]
+
+
+SWEEPS = {**GEMM_AND_MEMORY_SWEEPS, ("linear", "lrm"): (linear_shapes, 300)}
+
+
+def matching(kinds: Sequence[str], patterns: Sequence[str] = ("*",)) -> list[str]:
+    """Names of the registered kernels of these kinds that fit one of the patterns, here or not."""
     from hil.kernels import RUNNERS
 
+    return [name for name in RUNNERS if KERNELS[name].kind in kinds and any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def legal_runners(shape: Shape, kinds: Sequence[str], patterns: Sequence[str] = ("*",)) -> list[Runner]:
+    """The kernels of these kinds and names that are here and may run this shape."""
+    from hil.kernels import RUNNERS
+    from hil.kernels.torch_grouped import MAX_GROUPS
+
     runners = [
-        r for r in RUNNERS.values() if KERNELS[r.name].kind in kinds and not KERNELS[r.name].illegal(shape.m, shape.n, shape.k)
+        RUNNERS[name]
+        for name in available_kernels(matching(kinds, patterns))
+        if not KERNELS[name].illegal(shape.m, shape.n, shape.k)
     ]
     if "gemm" in kinds:
         wanted = "batched_gemm" if shape.groups > 1 else "gemm"
         runners = [r for r in runners if KERNELS[r.name].kind == wanted]
+    if shape.groups > MAX_GROUPS:
+        runners = [r for r in runners if "grouped" not in r.name]
     # BlockNorm's blocks are 256 features wide, or all features where there are fewer.
     return [r for r in runners if "blocknorm" not in r.name or shape.k % min(256, shape.k) == 0]
 
@@ -78,7 +123,7 @@ def measure_shape(
     """
     import torch
 
-    from hil.timing import capture, launches_for, time_interleaved
+    from hil.timing import capture, eager_call_us, launches_for, time_interleaved
 
     launchers = []
     for runner in runners:
@@ -95,16 +140,18 @@ def measure_shape(
             graphs.append((graph, launches))
             kept.append(results)
         timings = time_interleaved(graphs)
-        clock, power = torch.cuda.clock_rate(), torch.cuda.power_draw() / 1e3
+        clock, power, temperature = torch.cuda.clock_rate(), torch.cuda.power_draw() / 1e3, torch.cuda.temperature()
         del graphs, kept
+        calls = [eager_call_us(launch, timing.quantile(0.5)) for (_, launch, _), timing in zip(launchers, timings, strict=True)]
     rows = []
-    for (runner, _, error), timing in zip(launchers, timings, strict=True):
+    for (runner, _, error), timing, call in zip(launchers, timings, calls, strict=True):
         rows.append(
             {
                 "kernel": runner.name, "m": shape.m, "n": shape.n, "k": shape.k, "groups": shape.groups,
                 "p10_us": timing.quantile(0.1), "p50_us": timing.quantile(0.5), "p90_us": timing.quantile(0.9),
-                "samples": len(timing.samples_us), "launches": timing.launches, "error": error,
-                "sm_mhz": clock, "power_w": power,
+                "least_us": min(timing.samples_us), "most_us": max(timing.samples_us), "outliers": timing.outliers,
+                "eager_us": call, "samples": len(timing.samples_us), "launches": timing.launches, "error": error,
+                "sm_mhz": clock, "power_w": power, "temperature_c": temperature,
             }
         )  # fmt: skip
     return rows
@@ -128,7 +175,11 @@ def _locked_autotune(lock: AbstractContextManager[Any]) -> Iterator[None]:
         CachingAutotuner.benchmark_all_configs = original  # type: ignore[method-assign]
 
 
-def _worker(index: int, shapes: list[Shape], kinds: Sequence[str], lock: Any, queue: Any, deadline: float) -> None:
+Work = Sequence[tuple[Shape, Sequence[str]]]
+"""Shapes, and the names of the kernels to measure on each."""
+
+
+def _worker(index: int, work: Work, lock: Any, queue: Any, deadline: float) -> None:
     import torch
 
     from hil.timing import BufferPool
@@ -138,29 +189,36 @@ def _worker(index: int, shapes: list[Shape], kinds: Sequence[str], lock: Any, qu
     torch._dynamo.config.recompile_limit = 256
     pool = BufferPool(elements=2**29, seed=index)
     with _locked_autotune(lock):
-        for shape in shapes:
+        for shape, names in work:
             if time.time() > deadline:
                 break
             torch._dynamo.reset()
-            queue.put((index, _attempt(shape, kinds, pool, lock)))
+            queue.put((index, _attempt(shape, names, pool, lock)))
             torch.cuda.empty_cache()
     queue.put((index, None))
 
 
-def _attempt(shape: Shape, kinds: Sequence[str], pool: Any, lock: Any = None) -> list[dict[str, Any]]:
+def _attempt(shape: Shape, names: Sequence[str], pool: Any, lock: Any = None) -> list[dict[str, Any]]:
     """Rows of one shape; a kernel that fails is named on stderr and left out, and the rest are measured."""
+    from hil.kernels import RUNNERS
+
     rows: list[dict[str, Any]] = []
-    runners = legal_runners(shape, kinds)
+    runners = [RUNNERS[name] for name in names]
+    # Whatever a library raises (an assertion, a missing symbol) concerns its own kernels alone.
     try:
         return measure_shape(shape, runners, pool, lock)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        print(f"{shape}: {str(error).splitlines()[0]}; measuring its kernels one by one", file=sys.stderr)
+    except Exception as error:
+        print(f"{shape}: {_line(error)}; measuring its kernels one by one", file=sys.stderr)
     for runner in runners:
         try:
             rows += measure_shape(shape, [runner], pool, lock)
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            print(f"left out: {runner.name} on {shape}: {str(error).splitlines()[0]}", file=sys.stderr)
+        except Exception as error:
+            print(f"left out: {runner.name} on {shape}: {_line(error)}", file=sys.stderr)
     return rows
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _progress(done: int, total: int, started: float, rows: int) -> None:
@@ -173,36 +231,33 @@ def _progress(done: int, total: int, started: float, rows: int) -> None:
     )
 
 
-def collect(
-    shapes: list[Shape], family: str, minutes: float, workers: int, on_rows: Callable[[list[dict[str, Any]]], None]
-) -> None:
+def collect(work: Work, family: str, minutes: float, workers: int, on_rows: Callable[[list[dict[str, Any]]], None]) -> None:
     """Measure the shapes, handing over each shape's rows as they come, until done or out of time."""
     deadline = time.time() + 60 * minutes
-    started, kinds, rows = time.time(), FAMILIES[family], 0
+    started, rows = time.time(), 0
     if workers <= 1:
         import torch
 
         from hil.timing import BufferPool
 
         pool = BufferPool()
-        for done, shape in enumerate(shapes, 1):
+        for done, (shape, names) in enumerate(work, 1):
             if time.time() > deadline:
-                print(f"out of time after {done - 1} of {len(shapes)} shapes; run again to go on", file=sys.stderr)
+                print(f"out of time after {done - 1} of {len(work)} shapes; run again to go on", file=sys.stderr)
                 break
-            if family == "memory":
+            if family != "gemm":
                 torch._dynamo.reset()
-            fresh = _attempt(shape, kinds, pool)
+            fresh = _attempt(shape, names, pool)
             rows += len(fresh)
             on_rows(fresh)
-            if done % 50 == 0 or done == len(shapes):
+            if done % 50 == 0 or done == len(work):
                 torch.cuda.empty_cache()
-                _progress(done, len(shapes), started, rows)
+                _progress(done, len(work), started, rows)
         return
     context = multiprocessing.get_context("spawn")
     lock, queue = context.Lock(), context.Queue()
     processes = [
-        context.Process(target=_worker, args=(i, shapes[i::workers], kinds, lock, queue, deadline), daemon=True)
-        for i in range(workers)
+        context.Process(target=_worker, args=(i, work[i::workers], lock, queue, deadline), daemon=True) for i in range(workers)
     ]
     for process in processes:
         process.start()
@@ -219,15 +274,66 @@ def collect(
         done, rows = done + 1, rows + len(fresh)
         on_rows(fresh)
         if done % 20 == 0:
-            _progress(done, len(shapes), started, rows)
+            _progress(done, len(work), started, rows)
 
 
-def _write(path: Path, frame: pd.DataFrame) -> None:
+def _replace(path: Path, write: Callable[[str], object]) -> None:
+    """Write a file beside its place and move it there, so that a reader or a kill never meets half of it."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
-    frame.to_parquet(temporary, index=False, compression="zstd")
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, path)
+    try:
+        write(temporary)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+class Timings:
+    """A family's rows on disk, and beside them the runs that they come from.
+
+    The sidecar is written first: a kill between the two leaves a run that claims more rows than there are, which is set
+    right when the pair is read again, and never rows that no run accounts for.
+    """
+
+    def __init__(self, folder: Path, family: str) -> None:
+        """Read what is in the folder, which is made when something is saved."""
+        self.path, self.sidecar = folder / f"{family}.parquet", folder / f"{family}.json"
+        self.rows: list[dict[Any, Any]] = pd.read_parquet(self.path).to_dict("records") if self.path.exists() else []
+        self._runs: list[dict[str, Any]] = json.loads(self.sidecar.read_text())["runs"] if self.sidecar.exists() else []
+        unsaved = sum(run["rows"] for run in self._runs) - len(self.rows)
+        if self._runs and unsaved > 0:
+            self._runs[-1]["rows"] -= unsaved
+            self._runs = [run for run in self._runs if run["rows"] > 0]
+        self._before, self._saved = len(self.rows), time.monotonic()
+
+    @property
+    def fresh(self) -> int:
+        """Rows added since the files were read."""
+        return len(self.rows) - self._before
+
+    def measured(self, sweep: str) -> set[tuple[Any, ...]]:
+        """(kernel, m, n, k, groups) of the sweep's rows."""
+        return {(r["kernel"], r["m"], r["n"], r["k"], r["groups"]) for r in self.rows if r["sweep"] == sweep}
+
+    def add(self, rows: list[dict[str, Any]], run: dict[str, Any]) -> None:
+        """Add a run's rows, and save them if the last time was a minute ago."""
+        self.rows.extend({**row, "sweep": run["sweep"]} for row in rows)
+        if self.fresh and time.monotonic() - self._saved > SAVE_SECONDS:
+            self.save(run)
+
+    def save(self, run: dict[str, Any]) -> None:
+        """Write both files."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        sidecar = {
+            "schema_version": 1,
+            "method": "median of CUDA-graph replays over rotating buffers, and of back-to-back eager calls; see hil/timing.py",
+            "runs": [*self._runs, {**run, "rows": self.fresh}],
+        }
+        text, frame = json.dumps(sidecar, indent=1) + "\n", pd.DataFrame(self.rows, columns=list(COLUMNS))
+        _replace(self.sidecar, lambda name: Path(name).write_text(text))
+        _replace(self.path, lambda name: frame.to_parquet(name, index=False, compression="zstd"))
+        self._saved = time.monotonic()
 
 
 def read_shapes(path: Path) -> list[Shape]:
@@ -237,11 +343,32 @@ def read_shapes(path: Path) -> list[Shape]:
     return [Shape(int(m), int(n), int(k), int(g)) for m, n, k, g in zip(frame["m"], frame["n"], frame["k"], groups, strict=True)]
 
 
+def _drawn(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Shape]:
+    if options.shapes:
+        return read_shapes(options.shapes)
+    if (options.family, options.sweep) in SWEEPS:
+        draw, count = SWEEPS[options.family, options.sweep]
+        return draw(options.count or count, options.seed)
+    known = ", ".join(sweep for family, sweep in SWEEPS if family == options.family)
+    parser.error(f"--sweep {options.sweep} is none of {known}; name one, or give --shapes")
+
+
+def _command(arguments: Sequence[str]) -> str:
+    # The folders and files of one machine mean nothing on another: record the last parts of their paths.
+    given = [f"{Path(word).parent.name}/{Path(word).name}" if "/" in word else word for word in arguments]
+    return f"python -m hil.collect {shlex.join(given)}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of the sweep."""
     parser = argparse.ArgumentParser(prog="python -m hil.collect", description=__doc__.splitlines()[0])
-    parser.add_argument("family", choices=sorted(FAMILIES), help="gemm: GEMMs; memory: quantization, layout, norms, activations")
+    parser.add_argument(
+        "family",
+        choices=sorted(FAMILIES),
+        help="gemm: GEMMs; memory: quantization, layout, norms, activations; linear: whole layers, forward and backward",
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the parquet file, extended if it is there")
+    parser.add_argument("--kernels", nargs="+", default=["*"], metavar="PATTERN", help="kernels to measure, as 'fbgemm/*'")
     parser.add_argument("--count", type=int, default=None, help="shapes to draw (default: the sweep's own)")
     parser.add_argument("--shapes", type=Path, help="CSV with columns m,n,k[,groups] to measure instead of drawn shapes")
     parser.add_argument("--sweep", default="lrm", help="which shapes to draw, or what to call those of --shapes")
@@ -250,6 +377,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=1, help="processes that compile in parallel (they measure one at a time)")
     options = parser.parse_args(arguments)
 
+    kinds = FAMILIES[options.family]
+    names = matching(kinds, options.kernels)
+    if not names:
+        parser.error(f"--kernels {' '.join(options.kernels)} fits none of: {', '.join(matching(kinds))}")
+    shapes = _drawn(options, parser)
+
     import torch
 
     if not torch.cuda.is_available():
@@ -257,56 +390,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 3
     from hil.fingerprint import fingerprint
 
-    if options.shapes:
-        shapes = read_shapes(options.shapes)
-    elif (options.family, options.sweep) in SWEEPS:
-        draw, count = SWEEPS[options.family, options.sweep]
-        shapes = draw(options.count or count, options.seed)
-    else:
-        known = ", ".join(sweep for family, sweep in SWEEPS if family == options.family)
-        parser.error(f"--sweep {options.sweep} is none of {known}; name one, or give --shapes")
-
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"{options.family}.parquet"
-    sidecar_path = path.with_suffix(".json")
-    rows: list[dict[Any, Any]] = []
-    runs: list[dict[str, Any]] = []
-    if path.exists():
-        rows = pd.read_parquet(path).to_dict("records")
-        runs = json.loads(sidecar_path.read_text())["runs"]
-        measured = {(r["m"], r["n"], r["k"], r["groups"]) for r in rows if r["sweep"] == options.sweep}
-        shapes = [s for s in shapes if (s.m, s.n, s.k, s.groups) not in measured]
-    given = list(arguments if arguments is not None else sys.argv[1:])
-    # The folders and files of one machine mean nothing on another: record the last parts of their paths.
-    given = [f"{Path(word).parent.name}/{Path(word).name}" if "/" in word else word for word in given]
-    command = f"python -m hil.collect {shlex.join(given)}"
+    for line in absences(names):
+        print(line, file=sys.stderr)
+    available = available_kernels(names)
+    if not available:
+        return 3
+    timings = Timings(options.out, options.family)
+    measured = timings.measured(options.sweep)
+    work: list[tuple[Shape, list[str]]] = []
+    for shape in shapes:
+        legal = [runner.name for runner in legal_runners(shape, kinds, options.kernels)]
+        wanted = [name for name in legal if (name, shape.m, shape.n, shape.k, shape.groups) not in measured]
+        if wanted:
+            work.append((shape, wanted))
     run = {
         "sweep": options.sweep,
-        "command": command,
+        "command": _command(arguments if arguments is not None else sys.argv[1:]),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **fingerprint(),
+        "libraries": {KERNELS[name].library: version for name in available if (version := availability(KERNELS[name]).version)},
     }
-
-    def keep(fresh: list[dict[str, Any]]) -> None:
-        rows.extend({**row, "sweep": options.sweep} for row in fresh)
-
-    before = len(rows)
     try:
-        collect(shapes, options.family, options.minutes, options.workers, keep)
+        collect(work, options.family, options.minutes, options.workers, lambda rows: timings.add(rows, run))
     except KeyboardInterrupt:
         print("interrupted; what was measured is kept", file=sys.stderr)
-    if len(rows) == before:
+    if not timings.fresh:
         print("nothing new was measured", file=sys.stderr)
         return 1
-    _write(path, pd.DataFrame(rows, columns=list(COLUMNS)))
-    run["rows"] = len(rows) - before
-    sidecar = {
-        "schema_version": 1,
-        "method": "median of CUDA-graph replays over rotating buffers; see hil/timing.py",
-        "runs": [*runs, run],
-    }
-    sidecar_path.write_text(json.dumps(sidecar, indent=1) + "\n")
-    print(f"{path.name}: {len(rows) - before} new rows, {len(rows)} in all")
+    timings.save(run)
+    print(f"{timings.path.name}: {timings.fresh} new rows, {len(timings.rows)} in all")
     return 0
 
 

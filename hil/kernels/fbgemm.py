@@ -4,6 +4,9 @@ A left operand is (M, K), a right one (N, K), both row-major; scales multiply, i
 for a tile of 128 x 128 of either operand, K fastest: (ceil(M / 128), K / 128) and (ceil(N / 128), K / 128); the left
 operand's scaling is thus coarser than the 1 x 128 of cuBLAS and DeepGEMM. Timings use unit scales: the kernels do the
 same work whatever the scale.
+
+Left out: FBGEMM's Triton GEMM (`matmul_fp8_row` of 1.6.0). Its default kernel calls `fill_1d_tma_descriptor`, which Triton
+3.6 no longer has; the one without TMA descriptors is right, but tunes itself for over half a minute on every new shape.
 """
 
 from __future__ import annotations
@@ -32,13 +35,6 @@ def rowwise(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: to
 def block128(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
     """The same, scaled by scale_a (ceil(M / 128), K / 128) and scale_b (ceil(N / 128), K / 128), both contiguous."""
     return torch.ops.fbgemm.f8f8bf16_blockwise(a, b, scale_a, scale_b, 128, 128, 128)
-
-
-def triton_rowwise(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
-    """As `rowwise`, in FBGEMM's Triton kernel, which tunes itself on the first call of a shape."""
-    from fbgemm_gpu.experimental.gemm.triton_gemm.fp8_gemm import matmul_fp8_row
-
-    return matmul_fp8_row(a, b, scale_a, scale_b, fp8_fast_accum=True)
 
 
 def scale_shapes(shape: Shape, block: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -96,7 +92,6 @@ def _quantizer(name: str, operator: str) -> Runner:
 FBGEMM_RUNNERS = (
     _gemm("fp8_rowwise_fast", partial(rowwise, fast=True)),
     _gemm("fp8_rowwise_split", partial(rowwise, fast=False)),
-    _gemm("fp8_triton_rowwise", triton_rowwise),
     _gemm("fp8_block128", block128, block=True),
     _quantizer("quantize_rowwise", "quantize_fp8_per_row"),
     _quantizer("quantize_tensorwise", "quantize_fp8_per_tensor"),

@@ -1,24 +1,47 @@
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 
-from hil.collect import legal_runners, main, read_shapes
+from hil import collect as room
+from hil.collect import COLUMNS, SWEEPS, Timings, legal_runners, main, matching, read_shapes
+from hil.kernels import availability as kernels_room
 from hil.kernels.base import Shape
-from perfmodel import GEMM_KERNELS
+from hil.timing import Timing, eager_call_us
+
+GEMMS = {"torch/bf16", "torch/fp8_block128"} | {
+    f"torch/fp8_{scaling}_{how}" for scaling in ("tensorwise", "rowwise") for how in ("fast", "split")
+}
+OLD_COLUMNS = [c for c in COLUMNS if c not in ("least_us", "most_us", "outliers", "eager_us", "temperature_c")]
 
 
-def names(shape, kinds):
-    return {runner.name for runner in legal_runners(shape, kinds)}
+def names(shape, kinds, patterns=("torch/*",)):
+    return {runner.name for runner in legal_runners(shape, kinds, patterns)}
 
 
 def test_legal_runners():
     kinds = ("gemm", "batched_gemm")
-    assert names(Shape(256, 128, 128), kinds) == set(GEMM_KERNELS)
+    assert names(Shape(256, 128, 128), kinds) == GEMMS
     assert names(Shape(256, 100, 128), kinds) == {"torch/bf16"}
-    assert names(Shape(255, 128, 128), kinds) == set(GEMM_KERNELS) - {"torch/fp8_block128"}
+    assert names(Shape(255, 128, 128), kinds) == GEMMS - {"torch/fp8_block128"}
     assert names(Shape(27, 27, 128, 2048), kinds) == {"torch/bf16_batched"}
+    assert names(Shape(256, 128, 128), kinds, ("torch/fp8_*_fast", "torch/bf16")) == {
+        "torch/bf16",
+        "torch/fp8_tensorwise_fast",
+        "torch/fp8_rowwise_fast",
+    }
     memory = names(Shape(256, 1, 384), ("quantize", "layout", "pointwise"))
     assert "torch/quantize_rowwise" in memory and "torch/blocknorm_forward" not in memory
     assert "torch/blocknorm_forward" in names(Shape(256, 1, 128), ("pointwise",))
+
+
+def test_absent_kernels_are_left_out(monkeypatch):
+    monkeypatch.setattr(room, "available_kernels", lambda names: tuple(n for n in names if n != "torch/fp8_block128"))
+    assert names(Shape(256, 128, 128), ("gemm",)) == GEMMS - {"torch/fp8_block128"}
+    assert "torch/fp8_block128" in matching(("gemm",))
 
 
 def test_shapes_from_a_file(tmp_path):
@@ -29,8 +52,191 @@ def test_shapes_from_a_file(tmp_path):
     assert read_shapes(path) == [Shape(1, 2, 3)]
 
 
+def test_layers_to_draw_are_legal_in_fp8():
+    draw, count = SWEEPS["linear", "lrm"]
+    shapes = draw(count, 0)
+    assert len(shapes) == len(set(shapes)) == count and shapes == draw(count, 0)
+    assert all(extent % 16 == 0 for s in shapes for extent in (s.m, s.n, s.k))
+    assert len({s.m for s in shapes}) > 20
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no GPU")
 def test_without_a_gpu_nothing_is_written(tmp_path, capsys):
     assert main(["gemm", "--out", str(tmp_path / "out")]) == 3
     assert "no CUDA GPU" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_pattern_that_fits_nothing_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["memory", "--out", str(tmp_path), "--kernels", "torch/fp8_*"])
+    assert stopped.value.code == 2
+    assert "--kernels torch/fp8_* fits none of: " in capsys.readouterr().err
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine whose GPU is made up: the sweep's own machinery runs, and every kernel takes as long as its name is."""
+    asked = []
+
+    def measure(shape, runners, pool, lock=None):
+        for runner in runners:
+            if runner.name in broken:
+                raise OSError("undefined symbol\nand more")
+        asked.extend((runner.name, shape) for runner in runners)
+        times = dict.fromkeys(set(COLUMNS) - {"kernel", "m", "n", "k", "groups", "sweep"}, 1.0)
+        size = {"m": shape.m, "n": shape.n, "k": shape.k, "groups": shape.groups}
+        return [{"kernel": r.name, **size, **times, "p50_us": float(len(r.name))} for r in runners]
+
+    broken = set()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr("hil.fingerprint.fingerprint", lambda: {"gpu": "made up"})
+    monkeypatch.setattr("hil.timing.BufferPool", lambda: None)
+    monkeypatch.setattr(room, "measure_shape", measure)
+    return SimpleNamespace(asked=asked, broken=broken)
+
+
+def run(folder, *more):
+    return main(["gemm", "--out", str(folder), "--shapes", str(folder / "shapes.csv"), *more])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "shapes.csv").write_text("m,n,k\n256,128,128\n256,100,128\n")
+    return tmp_path
+
+
+def test_new_kernels_are_added_over_the_shapes_of_the_old(gpu, folder):
+    assert run(folder, "--kernels", "torch/bf16") == 0
+    assert gpu.asked == [("torch/bf16", Shape(256, 128, 128)), ("torch/bf16", Shape(256, 100, 128))]
+    gpu.asked.clear()
+    assert run(folder, "--kernels", "torch/bf16", "torch/fp8_rowwise_*") == 0
+    assert gpu.asked == [
+        ("torch/fp8_rowwise_fast", Shape(256, 128, 128)),
+        ("torch/fp8_rowwise_split", Shape(256, 128, 128)),
+    ]
+    # All of it is there now, but another sweep's rows are its own.
+    assert run(folder, "--kernels", "torch/bf16", "torch/fp8_rowwise_*") == 1
+    assert run(folder, "--kernels", "torch/bf16", "--sweep", "again") == 0
+    frame = pd.read_parquet(folder / "gemm.parquet")
+    assert list(frame.columns) == list(COLUMNS)
+    assert frame["sweep"].tolist() == ["lrm"] * 4 + ["again"] * 2
+    runs = json.loads((folder / "gemm.json").read_text())["runs"]
+    assert [r["rows"] for r in runs] == [2, 2, 2]
+    assert "--kernels torch/bf16 'torch/fp8_rowwise_*'" in runs[1]["command"] and str(folder) not in runs[1]["command"]
+
+
+def test_a_kernel_that_fails_is_named_and_costs_no_other(gpu, folder, capsys):
+    gpu.broken.add("torch/fp8_rowwise_fast")
+    assert run(folder, "--kernels", "torch/bf16", "torch/fp8_rowwise_*") == 0
+    assert set(pd.read_parquet(folder / "gemm.parquet")["kernel"]) == {"torch/bf16", "torch/fp8_rowwise_split"}
+    lines = capsys.readouterr().err.splitlines()
+    left_out = [line for line in lines if line.startswith("left out")]
+    assert left_out == ["left out: torch/fp8_rowwise_fast on Shape(m=256, n=128, k=128, groups=1): OSError: undefined symbol"]
+    # It is tried again, and the others are not.
+    gpu.asked.clear(), gpu.broken.clear()
+    assert run(folder, "--kernels", "torch/bf16", "torch/fp8_rowwise_*") == 0
+    assert gpu.asked == [("torch/fp8_rowwise_fast", Shape(256, 128, 128))]
+
+
+def test_absent_libraries_are_told_of_once(gpu, folder, capsys, monkeypatch):
+    def version(name):
+        raise kernels_room.metadata.PackageNotFoundError(name)
+
+    kernels_room._check.cache_clear()
+    monkeypatch.setattr(kernels_room.metadata, "version", version)
+    try:
+        assert main(["linear", "--out", str(folder), "--shapes", str(folder / "shapes.csv"), "--kernels", "torchao/*"]) == 3
+    finally:
+        kernels_room._check.cache_clear()
+    err = capsys.readouterr().err
+    assert err.count("torchao is not installed; pip install 'torchao>=0.17'") == 1 and "Traceback" not in err
+    assert not (folder / "linear.parquet").exists()
+
+
+def test_files_of_before_the_new_columns_are_extended(gpu, folder):
+    old = {c: [1.0] for c in OLD_COLUMNS} | {"kernel": ["torch/bf16"], "sweep": ["lrm"]}
+    old |= {"m": [256], "n": [128], "k": [128], "groups": [1]}
+    pd.DataFrame(old, columns=OLD_COLUMNS).to_parquet(folder / "gemm.parquet")
+    (folder / "gemm.json").write_text(json.dumps({"schema_version": 1, "runs": [{"command": "old", "rows": 1}]}))
+    assert run(folder, "--kernels", "torch/bf16") == 0
+    assert gpu.asked == [("torch/bf16", Shape(256, 100, 128))]
+    frame = pd.read_parquet(folder / "gemm.parquet")
+    assert np.isnan(frame["eager_us"][0]) and frame["eager_us"][1] == 1.0
+    assert frame["p50_us"].tolist() == [1.0, 10.0]
+
+
+RUN = {"sweep": "lrm", "command": "a command"}
+
+
+def row(kernel="torch/bf16"):
+    return {"kernel": kernel, "m": 1, "n": 2, "k": 3, "groups": 1, "p50_us": 4.0}
+
+
+def test_rows_are_saved_while_the_sweep_goes_on(tmp_path, monkeypatch):
+    timings = Timings(tmp_path, "gemm")
+    timings.add([row()], RUN)
+    assert not timings.path.exists()
+    monkeypatch.setattr(room, "SAVE_SECONDS", -1.0)
+    timings.add([row("torch/fp8_rowwise_fast")], RUN)
+    # Killed here, the next one goes on from there.
+    again = Timings(tmp_path, "gemm")
+    assert again.measured("lrm") == {("torch/bf16", 1, 2, 3, 1), ("torch/fp8_rowwise_fast", 1, 2, 3, 1)}
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_kill_between_both_files_leaves_a_pair_that_can_be_read(tmp_path, monkeypatch):
+    first = Timings(tmp_path, "gemm")
+    first.add([row()], RUN)
+    first.save(RUN)
+    second = Timings(tmp_path, "gemm")
+    second.add([row("torch/fp8_rowwise_fast")], RUN)
+
+    def killed(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pd.DataFrame, "to_parquet", killed)
+        with pytest.raises(KeyboardInterrupt):
+            second.save(RUN)
+    assert [r["rows"] for r in json.loads(second.sidecar.read_text())["runs"]] == [1, 1]
+    third = Timings(tmp_path, "gemm")
+    assert len(third.rows) == 1
+    third.add([row("torch/fp8_rowwise_split")], RUN)
+    third.save(RUN)
+    assert [r["rows"] for r in json.loads(third.sidecar.read_text())["runs"]] == [1, 1]
+    assert len(pd.read_parquet(third.path)) == 2
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_kill_before_the_first_rows_leaves_nothing_to_trip_over(tmp_path, monkeypatch):
+    first = Timings(tmp_path, "gemm")
+    first.add([row()], RUN)
+    monkeypatch.setattr(pd.DataFrame, "to_parquet", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        first.save(RUN)
+    assert first.sidecar.exists() and not first.path.exists()
+    again = Timings(tmp_path, "gemm")
+    assert again.rows == [] and again._runs == []
+
+
+def test_outliers_are_counted_and_kept():
+    steady = (10.0, 10.1, 9.9, 10.05, 9.95, 10.0, 10.1, 9.9, 10.0, 10.02, 9.98, 10.0)
+    assert Timing(steady, 4).outliers == 0
+    timing = Timing((*steady, 30.0), 4)
+    assert timing.outliers == 1 and max(timing.samples_us) == 30.0
+
+
+def test_an_eager_call_is_timed_by_the_wall(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    import time
+
+    calls = []
+
+    def launch(index):
+        calls.append(index)
+        time.sleep(0.002)
+
+    assert 2000 <= eager_call_us(launch, kernel_us=2000.0, turns=3) < 10000
+    assert calls == [0, 1, 2, 3] * 4
