@@ -97,7 +97,9 @@ def _numerics(document: dict[str, Any], style: Style) -> list[str]:
     for entry in numerics["summary"]:
         summaries.setdefault(entry["kernel"], []).append(entry)
     order = sorted(summaries, key=lambda kernel: -(_worst(max, summaries[kernel], "sqnr_gap_p95_db") or 0.0))
-    rows = [("numerics, worst pass", "bit-equal: sampled", "own", "n", "SQNR off, dB", "p95", "in 0.5 dB", "MERE off")]
+    rows: list[tuple[str, ...]] = [
+        ("numerics, worst pass", "bit-equal: sampled", "own", "n", "SQNR off, dB", "p95", "in 0.5 dB", "MERE off")
+    ]
     for kernel in order[:_KERNELS]:
         some = summaries[kernel]
         rows.append((
@@ -120,7 +122,7 @@ def _dispatch(document: dict[str, Any], style: Style) -> list[str]:
     if dispatch is None or not dispatch["policies"]:
         return []
     head = f"dispatch, {dispatch['sites']:,} of {dispatch['of_sites']:,} sites measured"
-    rows = [(head, "us", "over the best", "against bf16")]
+    rows: list[tuple[str, ...]] = [(head, "us", "over the best", "against bf16")]
     for policy in dispatch["policies"]:
         regret = policy["against_best"]
         over = "–" if regret is None else f"{'+' if regret > 0 else ''}{say.share(regret)}"
@@ -136,7 +138,7 @@ def _step(document: dict[str, Any], style: Style) -> list[str]:
     step = document["step"]
     if step is None or not step["variants"]:
         return []
-    rows = [("forward and backward", "ms", "measured", "predicted before", "after")]
+    rows: list[tuple[str, ...]] = [("forward and backward", "ms", "measured", "predicted before", "after")]
     for variant in step["variants"]:
         predicted = [_interval(variant[f"predicted_{when}"]) for when in ("before", "after")]
         ms = variant["measured_ms"]
@@ -154,7 +156,7 @@ def _changes(document: dict[str, Any], style: Style) -> list[str]:
     changes = document["dispatch"]["changes"] if document["dispatch"] else []
     if not changes:
         return [*lines, "  no decision changed"] if after is not None and document["dispatch"] else lines
-    rows = [("decided anew", "sites", "pass", "before", "after", "measured us")]
+    rows: list[tuple[str, ...]] = [("decided anew", "sites", "pass", "before", "after", "measured us")]
     for change in changes[:_CHANGES]:
         us = f"{_us(change['measured_before_us'])} → {_us(change['measured_after_us'])}"
         kernels = [shorten(_kernel(change[key]), 20) for key in ("before", "after")]

@@ -23,6 +23,13 @@ def render_compare(document: dict[str, Any]) -> str:
     return _template("compare.html.j2").render(page(document))
 
 
+def render_validation(document: dict[str, Any]) -> str:
+    """A validation (fitting the validation schema) as one self-contained HTML page."""
+    from loka_sim.report.validation_view import page
+
+    return _template("validation.html.j2").render(page(document))
+
+
 @cache
 def _template(name: str) -> Any:
     from jinja2 import Environment, PackageLoader, StrictUndefined

@@ -2,17 +2,22 @@
 
 import copy
 import json
+import math
 import random
 import re
 import shlex
+import time
 import types
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from loka_sim.cli.output import Style
 from loka_sim.cli.screen_validate import validation_screen
+from loka_sim.report import render_validation
 from loka_sim.report import validation_words as say
+from loka_sim.report.validation_view import page as view
 from loka_sim.schemas import problem, read_document
 
 PASSES = ("output", "grad_input", "grad_weight")
@@ -397,3 +402,210 @@ def test_amounts_and_limits(entry, value, limit):
 )  # fmt: skip
 def test_the_verdict_in_words(tolerances, verdict, said):
     assert say.headline({"tolerances": tolerances, "verdict": verdict}) == said
+
+
+class Page(HTMLParser):
+    """The page's words, tags and attributes; refuses tags that are closed in the wrong order, and ids given twice."""
+
+    VOID = frozenset({"meta", "input", "br", "wbr"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.stack, self.attributes, self.text = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.stack == [], self.stack
+        self.tags = [tag for tag, _ in self.attributes]
+        self.words = " ".join(" ".join(self.text).split())
+        ids = [attrs["id"] for _, attrs in self.attributes if "id" in attrs]
+        assert len(ids) == len(set(ids))
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.attributes.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data):
+        if self.stack and self.stack[-1] not in ("style", "script"):
+            self.text.append(data)
+
+    def of_class(self, name):
+        return [attrs for _, attrs in self.attributes if name in attrs.get("class", "").split()]
+
+
+@pytest.mark.parametrize("key", DOCUMENTS)
+def test_one_page_that_needs_nothing_else(key):
+    before = copy.deepcopy(DOCUMENTS[key])
+    text = render_validation(DOCUMENTS[key])
+    assert text == render_validation(json.loads(json.dumps(DOCUMENTS[key]))) and DOCUMENTS[key] == before
+    assert text.lstrip().lower().startswith("<!doctype html>")
+    assert not re.search(r"https?:|//[a-z]|@import|url\(|@font-face", text)
+    page = Page(text)
+    assert not {"link", "img", "iframe", "object", "embed"} & set(page.tags)
+    for _, attrs in page.attributes:
+        assert "src" not in attrs
+        assert attrs.get("href", "#").startswith("#")
+    assert "None" not in page.words and "nan" not in page.words.split()
+    for attrs in page.of_class("spot"):
+        if "x" in attrs:
+            assert 0 <= float(attrs["x"].removesuffix("%")) <= 100 and 0 <= float(attrs["y"].removesuffix("%")) <= 100
+
+
+def test_the_page_says_what_the_document_says(document):
+    page = Page(render_validation(document))
+    for said in (
+        "Outside",
+        say.headline(document),
+        "torch/fp8_rowwise_fast 4096 x 512 x 26: 32% under",
+        "with the shipped models 6,800 1.11× 1.06× to 1.16× 31",
+        "with the refined models 6,930 1.08× 1.05× to 1.11× 27",
+        "best measured 0% 4,000 µs, 1.09×",
+        "torchao filter, rowwise 11% 4,440 µs, 0.98×",
+        "7 of 9 sites (21 passes)",
+        "rowwise quantization is faster here than the shipped model had it",
+        "In bf16 it takes 7.50 ms, predicted 7.10 ms",
+        "the decision 1.07× 7.00 ms before: 1.11× (1.06× to 1.16×) after: 1.08× (1.05× to 1.11×)",
+        "cut short: out of time; 31 fresh shapes were not timed",
+        "deep_gemm not run : not installed",
+        "weights as initialized",
+        "loka-sim validate --gpu wukong-production --minutes 10 copy",
+    ):
+        assert said in page.words, said
+    for entry in document["time"]["summary"]:
+        assert f"{say.share(entry['before']['p90'])} → {say.share(entry['after']['p90'])}" in page.words
+    for row in document["time"]["offenders"]:
+        assert f"{row['m']:,} × {row['n']:,} × {row['k']:,}" in page.words
+
+
+def test_every_measurement_is_a_mark_where_its_numbers_are(document):
+    """Positions against logarithms and differences taken here: identity on the diagonal, the longer further right and up."""
+    shown = view(document)
+    rows = document["time"]["rows"]
+    for key, panel in zip(("before", "after"), shown["time"]["plots"][0]["panels"], strict=True):
+        assert len(panel["points"]) == len(rows)
+        assert [point["kind"] for point in panel["points"]] == ["model"] * (len(rows) // 2) + ["fresh"] * (len(rows) // 2)
+        slopes = []
+        for row, point in zip(rows, panel["points"], strict=True):
+            off = math.log(row[f"{key}_us"] / row["measured_us"])
+            slopes.append(((100 - point["y"]) - point["x"], off))
+        scale = sum(a * b for a, b in slopes) / sum(b * b for _, b in slopes)
+        assert scale > 0, "above the line is predicted too long"
+        assert [a for a, _ in slopes] == pytest.approx([scale * b for _, b in slopes], abs=0.01)
+        corner = [tuple(map(float, pair.split(","))) for pair in shown["time"]["plots"][0]["band"].split()]
+        assert corner[1][1] == pytest.approx(100 - scale * math.log(1.1), abs=0.01), "the band is a factor of 1.1"
+    emulated, predicted = shown["numerics"]["plots"][0]["panels"]
+    for key, panel in (("emulated", emulated), ("predicted", predicted)):
+        pairs = [
+            ((100 - point["y"]) - point["x"], tensor[f"{key}_sqnr_db"] - tensor["measured_sqnr_db"])
+            for tensor, point in zip(document["numerics"]["tensors"], panel["points"], strict=True)
+        ]
+        scale = sum(a * b for a, b in pairs) / sum(b * b for _, b in pairs)
+        assert [a for a, _ in pairs] == pytest.approx([scale * b for _, b in pairs], abs=0.01)
+    assert emulated["points"] != predicted["points"]
+
+
+def test_the_error_stands_over_the_size(document):
+    row = view(document)["time"]["plots"][1]
+    level, (upper, lower) = row["line"][1], [float(pair.split(",")[1]) for pair in row["band"].split()[:3:2]]
+    assert upper < level < lower and level - upper == pytest.approx(lower - level, abs=0.01)
+    for key, panel in zip(("before", "after"), row["panels"], strict=True):
+        for entry, point in zip(document["time"]["rows"], panel["points"], strict=True):
+            ratio = entry[f"{key}_us"] / entry["measured_us"]
+            assert (point["y"] < upper) == (ratio > 1.1) and (point["y"] > lower) == (ratio < 1 / 1.1)
+        order = sorted(
+            zip(
+                (math.prod(e[k] for k in ("m", "n", "k", "groups")) for e in document["time"]["rows"]),
+                panel["points"],
+                strict=True,
+            ),
+            key=lambda pair: pair[0],
+        )
+        places = [point["x"] for _, point in order]
+        assert places == sorted(places)
+
+
+def test_bars_and_intervals_stand_where_their_numbers_are(document):
+    shown = view(document)
+    bars = shown["dispatch"]["policies"]
+    for bar, policy in zip(bars, document["dispatch"]["policies"], strict=True):
+        assert bar["width"] == pytest.approx(100 * policy["against_best"] / (1.04 * 0.31), abs=0.01)
+    assert [bar["decision"] for bar in bars] == [False, True, True, True, False, False, False, False, False]
+    step = shown["step"]["speedups"]
+    decision, naive = step["rows"]
+    assert naive["after"] is None and naive["measured"] < step["one"] < decision["measured"]
+    per = (decision["measured"] - step["one"]) / (7.5 / 7.0 - 1)
+    for key, low, at, high in (("before", 1.06, 1.11, 1.16), ("after", 1.05, 1.08, 1.11)):
+        assert decision[key]["low"] == pytest.approx(step["one"] + per * (low - 1), abs=0.02)
+        assert decision[key]["at"] == pytest.approx(step["one"] + per * (at - 1), abs=0.02)
+        assert decision[key]["width"] == pytest.approx(per * (high - low), abs=0.02)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_page_says_what_was_not_measured(part):
+    page = Page(render_validation(DOCUMENTS[f"no {part}"]))
+    assert page.words.count("Not measured: the run ended before, or could not.") == 1
+    assert f"Not measured: {say.PARTS[part]}." in page.words
+
+
+def test_without_refinement_there_is_one_panel_and_no_arrow():
+    document = make_document()
+    for row in document["time"]["rows"]:
+        row |= {"after_us": None, "after_low_us": None, "after_high_us": None}
+    for entry in document["time"]["summary"]:
+        entry["after"] = None
+    document["whatif"]["after"] = None
+    assert problem(document, "validation") is None
+    page = Page(render_validation(document))
+    assert "before refinement" in page.words and "after refinement M" not in page.words
+    assert [len(row["panels"]) for row in view(document)["time"]["plots"]] == [1, 1]
+    assert page.of_class("was") == [] and "with the refined models" not in page.words
+
+
+def test_empty_parts_are_said():
+    document = make_document()
+    document["time"] |= {"rows": [], "summary": [], "offenders": []}
+    document["numerics"] |= {"sampled": [], "tensors": [], "summary": []}
+    document["dispatch"] |= {"policies": [], "changes": []}
+    document["step"]["variants"] = document["step"]["variants"][:1]
+    assert problem(document, "validation") is None
+    page = Page(render_validation(document))
+    for said in ("No kernel was timed.", "No SQNR was measured", "No policy could be timed.", "No decision changed.",
+                 "Only bf16 was measured."):  # fmt: skip
+        assert said in page.words
+    assert "no decision changed" in screen(document)
+
+
+def test_names_cannot_inject():
+    evil = """</script><script>alert(1)</script><img src=x onerror=alert(2)>"'&.{{ 7*7 }}"""
+    document = make_document(1, name=evil, layers=1, count=1)
+    for part in (document["time"]["rows"][0], document["time"]["offenders"][0], document["numerics"]["tensors"][0]):
+        part["kernel"] = evil
+    document["numerics"]["sampled"][0]["kernel"] = document["numerics"]["summary"][0]["kernel"] = evil
+    document["dispatch"]["policies"][0]["label"] = document["dispatch"]["changes"][0]["reason"] = evil
+    document["dispatch"]["changes"][0] |= {"before": evil, "after": evil}
+    document["step"]["variants"][1]["label"] = document["stages"][0]["note"] = document["machine"]["gpu"] = evil
+    document["tolerances"][1] |= {"label": evil, "offenders": [evil]}
+    document["libraries"][2]["reason"] = document["time"]["note"] = evil
+    document["machine"][evil] = evil
+    document["command"][3] = evil
+    assert problem(document, "validation") is None
+    text = render_validation(document)
+    assert text.count("<script") == 1 and "<img" not in text and "{{ 7*7 }}" in text
+    page = Page(text)
+    assert page.words.count(" ".join(evil.split())) >= 15
+    assert not [attrs for _, attrs in page.attributes if any(key.startswith("on") for key in attrs)]
+
+
+def test_two_thousand_measurements_in_time_and_size():
+    document = make_document(2, layers=40, count=200)
+    render_validation(document)
+    start = time.process_time()
+    text = render_validation(document)
+    assert time.process_time() - start < 3
+    assert len(text) < 4_000_000
