@@ -201,12 +201,12 @@ def _fit(base: PerfModel, rows: pd.DataFrame, seed: int) -> dict[str, Correction
         spread = float(np.sqrt(np.mean(left**2))) if unknown else 0.0
         process = local[kernel] if method == "local" else None
         result[kernel] = Correction(method, machine[kernel], process, spread)
-    for group, index in by_group.items():
+    for name, index in by_group.items():
         # One kernel says little about another: a kind's part is for the others only where two or more agree on it.
         several = rows["kernel"].iloc[index].nunique() > 1
         judged = _means(errors[index])
         method = "machine" if several and judged[1] < judged[0] else "none"
-        result[str(group)] = Correction(method, machine[str(group)])
+        result[str(name)] = Correction(method, machine[str(name)])
     return result
 
 
