@@ -1,6 +1,10 @@
 """Fit the kernel-time model on measured timings and judge it on shapes that it has not seen.
 
     python -m perfmodel.fit --hardware h200
+    python -m perfmodel.fit --timings DIR --hardware-spec FILE --out CALIBRATION
+
+The second fits a user's own sweep: DIR holds `gemm.parquet`, `memory.parquet` or both as `hil.collect` writes them, FILE is
+a specification as `data/h200/hardware.json`, and `perfmodel.load(name, calibration=CALIBRATION)` reads the result.
 
 Accuracy comes from two sources. Cross-validation holds out whole shapes, every kernel's row of a shape together; its
 residuals calibrate the intervals. The sweep `zoo` holds the shapes of whole models: it is never fitted to, and neither
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,29 +30,54 @@ from perfmodel.data_folder import data_folder
 from perfmodel.features import features
 from perfmodel.hardware import HardwareSpec
 from perfmodel.kernels import GEMM_KERNELS, KERNELS
-from perfmodel.model import SIZE_CLASSES_US, baseline_us, columns_of, model_file, size_class
+from perfmodel.model import SCHEMA_VERSION, SIZE_CLASSES_US, baseline_us, columns_of, model_file, read_spec, size_class
 
 PARAMETERS: dict[str, Any] = {
     "max_depth": 6, "eta": 0.05, "subsample": 0.8, "colsample_bytree": 0.6, "min_child_weight": 2.0,
-    "objective": "reg:squarederror", "nthread": 2, "seed": 0,
+    "objective": "reg:squarederror", "nthread": min(os.cpu_count() or 1, 16), "seed": 0,
 }  # fmt: skip
 ROUNDS = 500
 FOLDS = 5
 HELD_OUT_SWEEPS = ("zoo", "repeat")
 SHAPE = ["m", "n", "k", "groups"]
 COVERAGE = 0.90
+# A kernel with fewer rows is left out.
+LEAST_ROWS_FIT = 60
 # Less than a launch can take: transposing a single column launches nothing.
 LEAST_US = 0.3
 # A size class with fewer held-out rows takes its interval from all of the kernel's rows.
 LEAST_ROWS = 40
 
 
-def read_timings(hardware: str) -> pd.DataFrame:
-    """All measured rows of a GPU, one per kernel, shape and sweep."""
-    files = sorted((data_folder() / hardware).glob("*.parquet"))
-    frames = [pd.read_parquet(path) for path in files if path.stem in ("gemm", "memory")]
-    if not frames:
-        raise FileNotFoundError(f"no timings under {data_folder() / hardware}; measure them with: python -m hil.collect")
+def read_timings(hardware: str, folder: Path | None = None) -> pd.DataFrame:
+    """All measured rows of a GPU that the model is of, one per kernel, shape and sweep.
+
+    Args:
+        hardware: A name of `perfmodel.hardware.available()`.
+        folder: Where the timings lie; by default `data/<hardware>`.
+
+    Raises:
+        FileNotFoundError: there are no timings.
+        ValueError: a file lacks a column, or holds a time that is none.
+    """
+    folder = data_folder() / hardware if folder is None else folder
+    files = [path for path in sorted(folder.glob("*.parquet")) if path.stem in ("gemm", "memory")]
+    if not files:
+        raise FileNotFoundError(f"no gemm.parquet or memory.parquet under {folder}; measure them with: python -m hil.collect")
+    frames = []
+    for path in files:
+        frame = pd.read_parquet(path)
+        if missing := {"kernel", "m", "n", "k", "p50_us"} - set(frame.columns):
+            raise ValueError(f"{path} lacks the columns {sorted(missing)}; measure it again with: python -m hil.collect")
+        frame = frame.assign(**{name: value for name, value in (("groups", 1), ("sweep", "own")) if name not in frame})
+        modelled = [name in KERNELS and KERNELS[name].kind != "linear" for name in frame["kernel"]]
+        unknown = sorted(set(frame["kernel"]) - set(KERNELS))
+        if unknown:
+            print(f"{path.name}: rows of unknown kernels are left out: {', '.join(unknown)}", file=sys.stderr)
+        frame = frame[modelled]
+        if not np.isfinite(frame["p50_us"]).all():
+            raise ValueError(f"{path} has a p50_us that is not finite; measure it again with: python -m hil.collect")
+        frames.append(frame)
     everything = pd.concat(frames, ignore_index=True)
     return everything[everything["p50_us"] >= LEAST_US].reset_index(drop=True)
 
@@ -119,8 +149,8 @@ def accuracy(measured: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
     }  # fmt: skip
 
 
-def choice_regret(timings: pd.DataFrame, predicted: np.ndarray) -> dict[str, float]:
-    """What choosing each shape's GEMM kernel by prediction costs against the measured best.
+def choice_regret(timings: pd.DataFrame, predicted: np.ndarray) -> dict[str, float] | None:
+    """What choosing each shape's GEMM kernel by prediction costs against the measured best; None without a choice.
 
     Only shapes with at least one legal FP8 kernel. Quantization is not part of it: `benchmarks/choice.py` includes it.
     """
@@ -130,6 +160,8 @@ def choice_regret(timings: pd.DataFrame, predicted: np.ndarray) -> dict[str, flo
     chosen = frame.loc[frame.groupby(SHAPE)["predicted"].idxmin()].set_index(SHAPE)["p50_us"]
     several = frame.groupby(SHAPE)["kernel"].nunique() > 1
     ratio = (chosen / best)[several]
+    if not len(ratio):
+        return None
     return {
         "shapes": len(ratio), "right": float((ratio == 1).mean()), "geomean": float(np.exp(np.log(ratio).mean()) - 1),
         "p90": float(ratio.quantile(0.9) - 1), "worst": float(ratio.max() - 1),
@@ -138,9 +170,11 @@ def choice_regret(timings: pd.DataFrame, predicted: np.ndarray) -> dict[str, flo
 
 def judge_on_models(
     everything: pd.DataFrame, boosters: dict[str, Any], factors: dict[str, list[list[float]]], hardware: HardwareSpec
-) -> dict[str, Any]:
-    """The shipped trees on the sweep `zoo`: accuracy per kernel, share inside the intervals, and choice regret."""
-    zoo = everything[everything["sweep"] == "zoo"].reset_index(drop=True)
+) -> dict[str, Any] | None:
+    """The trees on the sweep `zoo`: accuracy per kernel, share inside the intervals, choice regret; None without it."""
+    zoo = everything[(everything["sweep"] == "zoo") & everything["kernel"].isin(list(boosters))].reset_index(drop=True)
+    if not len(zoo):
+        return None
     predicted, bounds = np.full(len(zoo), np.nan), np.full((len(zoo), 2), np.nan)
     for kernel, index in zoo.groupby("kernel").indices.items():
         predicted[index] = predict(boosters[str(kernel)], str(kernel), zoo.iloc[index], hardware)
@@ -156,26 +190,63 @@ def judge_on_models(
     }
 
 
-def repeat_difference(everything: pd.DataFrame) -> dict[str, float]:
-    """How far a second measurement on another machine is from the first: what no model can beat."""
+def repeat_difference(everything: pd.DataFrame) -> dict[str, float] | None:
+    """How far a second measurement on another machine is from the first, what no model can beat; None without one."""
     key = ["kernel", *SHAPE]
     first = everything[everything["sweep"] == "lrm"].set_index(key)["p50_us"]
     second = everything[everything["sweep"] == "repeat"].set_index(key)["p50_us"]
     both = pd.concat([first, second], axis=1, join="inner", keys=["first", "second"])
-    return accuracy(both["first"].to_numpy(), both["second"].to_numpy())
+    return accuracy(both["first"].to_numpy(), both["second"].to_numpy()) if len(both) else None
 
 
-def fit(hardware_name: str, folder: Path | None = None) -> dict[str, Any]:
-    """Cross-validate, fit on everything, write the trees and the manifest; returns the manifest."""
-    hardware = hardware_module.load(hardware_name)
-    everything = read_timings(hardware_name)
+def _fitted_rows(everything: pd.DataFrame) -> pd.DataFrame:
+    """Rows to fit: no held-out sweep, no shape of the zoo, no kernel with too few rows (named on stderr)."""
     fitted = ~everything["sweep"].isin(HELD_OUT_SWEEPS)
     seen = pd.MultiIndex.from_frame(everything.loc[everything["sweep"] == "zoo", SHAPE])
     fitted &= ~pd.MultiIndex.from_frame(everything[SHAPE]).isin(seen)
-    timings = everything[fitted].reset_index(drop=True)
+    rows = everything[fitted]
+    number = rows["kernel"].value_counts()
+    for kernel, count in number[number < LEAST_ROWS_FIT].items():
+        print(f"left out {kernel}: {count} rows, and a fit needs {LEAST_ROWS_FIT}", file=sys.stderr)
+    rows = rows[rows["kernel"].isin(list(number.index[number >= LEAST_ROWS_FIT]))].reset_index(drop=True)
+    if not len(rows):
+        raise ValueError(f"no kernel has {LEAST_ROWS_FIT} rows to fit; measure more with: python -m hil.collect")
+    return rows
+
+
+def fit(
+    hardware_name: str = "h200", folder: Path | None = None, timings_folder: Path | None = None, spec: Path | None = None
+) -> dict[str, Any]:
+    """Cross-validate, fit on everything, write the trees and the manifest; returns the manifest.
+
+    Args:
+        hardware_name: A name of `perfmodel.hardware.available()`; not looked at where `spec` is given.
+        folder: Where the trees go, by default `data/<hardware>/models`. With `timings_folder` it is needed, and is a
+            calibration folder: the trees go to `perfmodel` in it and the specification beside that.
+        timings_folder: A user's own sweep.
+        spec: File with the specification of the GPU that it was measured on; by default that of `hardware_name`.
+
+    Raises:
+        ValueError: an argument is missing, or the timings or the specification are unusable.
+        FileNotFoundError: there are no timings.
+    """
+    if timings_folder is None and spec is not None:
+        raise ValueError("--hardware-spec says what --timings were measured on; give both")
+    if timings_folder is not None and folder is None:
+        raise ValueError("--timings needs --out, the calibration folder to write")
+    spec_path = spec or data_folder() / hardware_name / "hardware.json"
+    hardware = hardware_module.load(hardware_name) if spec is None else read_spec(spec)
+    everything = read_timings(hardware.name, timings_folder)
+    timings = _fitted_rows(everything)
     predicted = held_out(timings, hardware)
     measured = timings["p50_us"].to_numpy()
-    target = folder or data_folder() / hardware_name / "models"
+    command = f"python -m perfmodel.fit --hardware {hardware_name}"
+    target = folder or data_folder() / hardware.name / "models"
+    if timings_folder is not None and folder is not None:
+        command = f"python -m perfmodel.fit --timings {timings_folder} --hardware-spec {spec_path} --out {folder}"
+        target = folder / "perfmodel"
+        target.mkdir(parents=True, exist_ok=True)
+        (folder / "hardware.json").write_text(spec_path.read_text())
     target.mkdir(parents=True, exist_ok=True)
     kernels: dict[str, Any] = {}
     boosters: dict[str, Any] = {}
@@ -190,18 +261,22 @@ def fit(hardware_name: str, folder: Path | None = None) -> dict[str, Any]:
             "interval_factors": interval_factors(measured[index], predicted[index]),
             "range": {name: [float(values.min()), float(values.max())] for name, values in sizes.items()},
         }
-    manifest = {
-        "schema_version": 1,
-        "hardware": hardware_name,
-        "command": f"python -m perfmodel.fit --hardware {hardware_name}",
-        "rows": len(timings),
-        "shapes": int(timings.groupby(SHAPE).ngroups),
-        "held_out": f"{FOLDS}-fold cross-validation by whole shapes",
+    judged = {
         "choice_regret": choice_regret(timings, predicted),
         "held_out_models": judge_on_models(
             everything, boosters, {kernel: entry["interval_factors"] for kernel, entry in kernels.items()}, hardware
         ),
         "repeat_on_another_machine": repeat_difference(everything),
+    }
+    manifest = {
+        "schema_version": SCHEMA_VERSION,
+        "hardware": hardware.name,
+        "command": command,
+        "rows": len(timings),
+        "shapes": int(timings.groupby(SHAPE).ngroups),
+        "held_out": f"{FOLDS}-fold cross-validation by whole shapes",
+        **{name: value for name, value in judged.items() if value is not None},
+        **({"not_measured": missing} if (missing := [name for name, value in judged.items() if value is None]) else {}),
         "kernels": kernels,
     }
     (target / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
@@ -217,7 +292,7 @@ def _choice_line(what: str, r: dict[str, float]) -> str:
 
 def table(manifest: dict[str, Any]) -> str:
     """The manifest's accuracy as text, a row a kernel; the regret is a geometric mean."""
-    models = manifest["held_out_models"]
+    models = manifest.get("held_out_models", {"kernels": {}})
     lines = [f"{'':38s} {'held-out shapes':>36s} {'held-out models':>23s}"]
     lines.append(
         f"{'kernel':38s} {'rows':>5s} {'MAPE':>7s} {'median':>7s} {'p90':>6s} {'worst':>7s} {'rows':>6s} {'MAPE':>8s} {'p90':>7s}"
@@ -226,13 +301,17 @@ def table(manifest: dict[str, Any]) -> str:
         a, z = manifest["kernels"][kernel]["held_out"], models["kernels"].get(kernel)
         line = f"{kernel:38s} {a['n']:5d} {a['mape']:7.1%} {a['median']:7.1%} {a['p90']:6.1%} {a['worst']:7.0%}"
         lines.append(line + (f" {z['n']:6d} {z['mape']:8.1%} {z['p90']:7.1%}" if z else ""))
-    again = manifest["repeat_on_another_machine"]
-    lines += [
-        f"A second measurement on another machine differs by {again['mape']:.1%} (p90 {again['p90']:.1%}, n = {again['n']}).",
-        f"Of the held-out models' measurements, {models['coverage']:.1%} lie inside their 90% intervals.",
-        _choice_line("GEMM choice, held-out shapes", manifest["choice_regret"]),
-        _choice_line("GEMM choice, held-out models", models["gemm_choice"]),
-    ]
+    if again := manifest.get("repeat_on_another_machine"):
+        lines.append(
+            f"A second measurement on another machine differs by {again['mape']:.1%} (p90 {again['p90']:.1%}, n = {again['n']})."
+        )
+    if "coverage" in models:
+        lines.append(f"Of the held-out models' measurements, {models['coverage']:.1%} lie inside their 90% intervals.")
+    for what, regret in (("shapes", manifest.get("choice_regret")), ("models", models.get("gemm_choice"))):
+        if regret:
+            lines.append(_choice_line(f"GEMM choice, held-out {what}", regret))
+    if missing := manifest.get("not_measured"):
+        lines.append(f"Not measured in these timings: {', '.join(missing)}.")
     return "\n".join(lines)
 
 
@@ -240,9 +319,20 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m perfmodel.fit", description=__doc__.splitlines()[0])
     parser.add_argument("--hardware", default="h200")
-    parser.add_argument("--out", type=Path, help="folder for the trees (default: data/<hardware>/models)")
+    parser.add_argument("--timings", type=Path, metavar="DIR", help="a sweep of your own (gemm.parquet, memory.parquet)")
+    parser.add_argument("--hardware-spec", type=Path, metavar="FILE", help="what it was measured on; as data/h200/hardware.json")
+    parser.add_argument(
+        "--out", type=Path, help="folder for the trees (default: data/<hardware>/models); with --timings, the calibration folder"
+    )
     options = parser.parse_args(arguments)
-    print(table(fit(options.hardware, options.out)))
+    try:
+        print(table(fit(options.hardware, options.out, options.timings, options.hardware_spec)))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+        return 3
     return 0
 
 

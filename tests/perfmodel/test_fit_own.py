@@ -1,0 +1,98 @@
+"""A user fits the time model to a sweep of his own."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import perfmodel
+from perfmodel import fit
+from perfmodel.model import columns_of
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """120 shapes of two kernels on a GPU 1.5 times slower, 20 rows of a third, some of a whole layer; and its specification."""
+    folder = tmp_path_factory.mktemp("sweep")
+    rows = fit.read_timings("h200").query("sweep == 'lrm'")
+    wanted = {"torch/bf16": 120, "torch/fp8_tensorwise_fast": 120, "torch/fp8_block128": 20}
+    shapes = rows[rows["kernel"] == "torch/fp8_tensorwise_fast"][fit.SHAPE].sample(300, random_state=0)
+    rows = rows.merge(shapes, on=fit.SHAPE)
+    parts = [rows[rows["kernel"] == kernel].head(number) for kernel, number in wanted.items()]
+    linear = parts[0].head(30).assign(kernel="torchao/linear_rowwise", p50_us=9999.0)
+    stranger = parts[0].head(3).assign(kernel="their/own")
+    frame = pd.concat([*parts, linear, stranger]).assign(temperature_c=60.0)
+    frame[["p10_us", "p50_us", "p90_us"]] *= 1.5
+    frame.drop(columns="sweep").to_parquet(folder / "gemm.parquet")
+    spec = json.loads((perfmodel.data_folder() / "h200" / "hardware.json").read_text())
+    spec |= {"name": "mine", "gpu": "My GPU", "peak_bf16_tflops": spec["peak_bf16_tflops"] / 1.5}
+    (folder / "mine.json").write_text(json.dumps(spec))
+    return folder, frame
+
+
+@pytest.fixture(scope="module")
+def fitted(sweep, tmp_path_factory):
+    out = tmp_path_factory.mktemp("calibration")
+    arguments = ["--timings", str(sweep[0]), "--hardware-spec", str(sweep[0] / "mine.json"), "--out", str(out)]
+    assert fit.main(arguments) == 0
+    return out
+
+
+def test_own_sweep_becomes_a_calibration(sweep, fitted):
+    model = perfmodel.load("mine", calibration=fitted)
+    frame = sweep[1]
+    assert set(model.manifest["kernels"]) == {"torch/bf16", "torch/fp8_tensorwise_fast"}
+    assert model.hardware.gpu == "My GPU"
+    rows = frame[frame["kernel"].isin(list(model.manifest["kernels"]))]
+    assert (model.predict(rows)["time_us"] / rows["p50_us"] - 1).abs().mean() < 0.03  # it saw these
+    stated = model.manifest["kernels"]["torch/bf16"]["held_out"]
+    assert stated["n"] == (rows["kernel"] == "torch/bf16").sum() and 0.02 < stated["mape"] < 0.4
+    assert model.manifest["not_measured"] == ["held_out_models", "repeat_on_another_machine"]
+    assert model.manifest["choice_regret"]["shapes"] > 50
+    assert "Not measured in these timings: held_out_models" in fit.table(model.manifest)
+
+
+def test_its_accuracy_is_of_trees_that_did_not_see_the_shape(sweep, fitted):
+    """The manifest's figure, computed again from folds of whole shapes."""
+    hardware = perfmodel.load("mine", calibration=fitted).hardware
+    rows = fit.read_timings("mine", sweep[0])
+    rows = rows[rows["kernel"].isin(["torch/bf16", "torch/fp8_tensorwise_fast"])].reset_index(drop=True)
+    fold = fit.folds_of(rows)
+    bf16 = (rows["kernel"] == "torch/bf16").to_numpy()
+    errors = []
+    for number in range(fit.FOLDS):
+        train, test = rows[bf16 & (fold != number)], rows[bf16 & (fold == number)]
+        predicted = fit.predict(fit.train("torch/bf16", train, hardware), "torch/bf16", test, hardware)
+        errors.append(np.abs(predicted / test["p50_us"].to_numpy() - 1))
+    stated = perfmodel.load("mine", calibration=fitted).manifest["kernels"]["torch/bf16"]["held_out"]
+    assert np.concatenate(errors).mean() == pytest.approx(stated["mape"], rel=1e-4)
+
+
+def test_left_out_kernels_are_named(sweep, tmp_path, capsys):
+    rows = fit.read_timings("mine", sweep[0])
+    assert "linear" not in " ".join(rows["kernel"]) and (rows["sweep"] == "own").all()
+    assert all(values.min() >= 1 for values in columns_of(rows))
+    assert "unknown kernels are left out: their/own" in capsys.readouterr().err
+    fit._fitted_rows(rows)
+    assert "left out torch/fp8_block128: " in capsys.readouterr().err
+
+
+def test_unusable_sweeps_are_refused(sweep, tmp_path, capsys):
+    spec = str(sweep[0] / "mine.json")
+
+    def refused(code, match, *arguments):
+        assert fit.main(list(arguments)) == code
+        assert match in capsys.readouterr().err
+
+    refused(3, "no gemm.parquet", "--timings", str(tmp_path), "--hardware-spec", spec, "--out", str(tmp_path / "o"))
+    refused(2, "--timings needs --out", "--timings", str(sweep[0]), "--hardware-spec", spec)
+    refused(2, "give both", "--hardware-spec", spec, "--out", str(tmp_path / "o"))
+    few = sweep[1].groupby("kernel").head(30)
+    few.to_parquet(tmp_path / "gemm.parquet")
+    refused(2, "no kernel has 60 rows", "--timings", str(tmp_path), "--hardware-spec", spec, "--out", str(tmp_path / "o"))
+    few.drop(columns="p50_us").to_parquet(tmp_path / "gemm.parquet")
+    refused(2, "lacks the columns ['p50_us']", "--timings", str(tmp_path), "--hardware-spec", spec, "--out", str(tmp_path / "o"))
+    (tmp_path / "bad.json").write_text("{}")
+    bad = str(tmp_path / "bad.json")
+    refused(2, "lacks 'name'", "--timings", str(sweep[0]), "--hardware-spec", bad, "--out", str(tmp_path / "o"))
