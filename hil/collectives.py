@@ -4,9 +4,9 @@
 
 Settings are the first 2, 4 and 8 ranks alone, and, where more of them fit, as many groups as do, all at the same moment.
 Every op is captured in a CUDA graph of several calls, each with buffers of its own; a sample is a replay divided by the
-calls, on the slowest rank of all groups. Before it is timed, each case's graph is replayed once and every element that
-every call wrote is compared with what it must be. A run that was stopped continues where it was: cases that the table
-holds are not measured again.
+calls, on the slowest rank of all groups, less the time of a kernel of one element that runs between calls. Before it is
+timed, each case's graph is replayed once and every element that every call wrote is compared with what it must be. A
+run that was stopped continues where it was: cases that the table holds are not measured again.
 
 `bytes_per_rank` is the larger of a rank's two buffers, in bf16 also where fewer bytes travel, so that dtypes compare at
 equal content. An uneven all-to-all is that of embedding tables unevenly spread: rank r of n sends each rank
@@ -20,7 +20,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hil.collectives_calls import Case, Place, build, calls_for
+from hil.collectives_calls import LOCAL_OPS, Case, Place, build, calls_for
 from hil.collectives_table import Table
 
 SIZES = tuple(2**exponent for exponent in range(12, 31))
@@ -41,6 +41,7 @@ PLAIN = (
 )  # fmt: skip
 FUSED, UNFUSED = "fp8_rowwise", "fp8_rowwise_unfused"
 WARM_UP = 3
+SPACERS = 64
 
 
 def settings(world: int) -> list[tuple[int, int]]:
@@ -53,7 +54,9 @@ def series(world: int, sizes: Sequence[int], codec_sizes: Sequence[int], dims: S
     """Cases, one list for each op, dtype, dim and setting; what matters most first, should time run out."""
 
     def of(op: str, dtype: str, ranks: int, groups: int, at: Sequence[int], dim: int = 0, split: str = "equal") -> list[Case]:
-        return [Case(op, dtype, split, dim, ranks, groups, size) for size in at]
+        # What is compiled is tuned on the first operands that it meets; large ones are what it should be good at.
+        order = sorted(at, reverse=dtype == UNFUSED)
+        return [Case(op, dtype, split, dim, ranks, groups, size) for size in order]
 
     every = settings(world)
     for ranks, groups in every:
@@ -109,7 +112,61 @@ class World:
         return box[0]
 
 
-def measure(case: Case, place: Place, together: Any) -> torch.Tensor:
+class Spacer:
+    """A kernel of one element that runs between calls, as other kernels do in a step, and the time that it takes.
+
+    NCCL's kernels right behind each other begin later than behind another kernel, which would make a plain collective
+    look slower than one with a codec around it. Its time alone is taken off every sample.
+
+    Attributes:
+        us: Microseconds, on this rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Measure it."""
+        self._element = torch.zeros(1, device=device)
+        replay = captured([self.launch] * SPACERS, device)
+        self.us = _median([elapsed / SPACERS for elapsed in timed(replay, lambda: None, 15, device)])
+
+    def launch(self) -> None:
+        """Run it."""
+        self._element.add_(1.0)
+
+
+def captured(launches: Sequence[Callable[[], object]], device: torch.device) -> Callable[[], None]:
+    """All launches as one call: a CUDA graph on a GPU, whose first launch must have been made before."""
+    if device.type != "cuda":
+
+        def run() -> None:
+            for launch in launches:
+                launch()
+
+        return run
+    launches[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    return graph.replay
+
+
+def timed(replay: Callable[[], None], before: Callable[[], None], replays: int, device: torch.device) -> list[float]:
+    """Microseconds of replays, each after `before`, nothing waiting for the GPU in between."""
+    cuda = device.type == "cuda"
+    marks: list[Any] = [torch.cuda.Event(enable_timing=True) if cuda else _HostClock() for _ in range(2 * (replays + WARM_UP))]
+    for index in range(replays + WARM_UP):
+        before()
+        marks[2 * index].record()
+        replay()
+        marks[2 * index + 1].record()
+    if cuda:
+        torch.cuda.synchronize()
+    pairs = zip(marks[2 * WARM_UP :: 2], marks[2 * WARM_UP + 1 :: 2], strict=True)
+    return [1e3 * start.elapsed_time(stop) for start, stop in pairs]
+
+
+def measure(case: Case, place: Place, together: Any, spacer: Spacer) -> torch.Tensor:
     """Check a case, then time it.
 
     Returns:
@@ -118,49 +175,33 @@ def measure(case: Case, place: Place, together: Any) -> torch.Tensor:
     Raises:
         RuntimeError: a call's result is not what it must be.
     """
+    device = place.device
     calls = [build(case, place) for _ in range(calls_for(case))]
-    cuda = place.device.type == "cuda"
-    calls[0].launch()
-    graph = None
-    if cuda:
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call.launch()
-
-    def replay() -> None:
-        if graph is not None:
-            graph.replay()
-        else:
-            for call in calls:
-                call.launch()
-
+    spaced = case.op not in LOCAL_OPS
+    replay = captured([step for call in calls for step in ((call.launch, spacer.launch) if spaced else (call.launch,))], device)
     for call in calls:
         call.prepare()
     replay()
     wrong = [call.wrong() for call in calls]
     if any(wrong):
         raise RuntimeError(f"{case}: wrong in call {next(filter(None, wrong))}, on rank {dist.get_rank()}")
-    del wrong
-    replays = (30 if case.bytes_per_rank <= 2**24 else 15) if cuda else 3
-    marks = [_clock(cuda) for _ in range(2 * (replays + WARM_UP))]
-    token = torch.ones(1, device=place.device)
-    for index in range(replays + WARM_UP):
+    token = torch.ones(1, device=device)
+
+    def before() -> None:
         for call in calls:
             call.refill()
         # Queued right before the replay, so that ranks begin it together.
         dist.all_reduce(token, dist.ReduceOp.MAX, group=together)
-        marks[2 * index].record()
-        replay()
-        marks[2 * index + 1].record()
-    if cuda:
-        torch.cuda.synchronize()
-    pairs = zip(marks[2 * WARM_UP :: 2], marks[2 * WARM_UP + 1 :: 2], strict=True)
-    elapsed = [1e3 * start.elapsed_time(stop) / len(calls) for start, stop in pairs]
-    samples = torch.tensor(elapsed, dtype=torch.float64, device=place.device)
+
+    replays = (30 if case.bytes_per_rank <= 2**24 else 15) if device.type == "cuda" else 3
+    elapsed = [us / len(calls) - (spacer.us if spaced else 0.0) for us in timed(replay, before, replays, device)]
+    samples = torch.tensor(elapsed, dtype=torch.float64, device=device)
     dist.all_reduce(samples, dist.ReduceOp.MAX, group=together)
     return samples.cpu()
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
 
 
 class _HostClock:
@@ -169,12 +210,8 @@ class _HostClock:
     def record(self) -> None:
         self.at_ms = 1e3 * time.perf_counter()
 
-    def elapsed_time(self, later: _HostClock) -> float:
+    def elapsed_time(self, later: Any) -> float:
         return later.at_ms - self.at_ms
-
-
-def _clock(cuda: bool) -> Any:
-    return torch.cuda.Event(enable_timing=True) if cuda else _HostClock()
 
 
 def _row(case: Case, samples: torch.Tensor) -> dict[str, Any]:
@@ -188,7 +225,8 @@ def _row(case: Case, samples: torch.Tensor) -> dict[str, Any]:
 def collect(options: argparse.Namespace, world: World) -> bool:
     """Measure what the table lacks, series by series; whether all of it is there now."""
     first = dist.get_rank() == 0
-    table = Table.open(options.out, world.device, sys.argv[1:]) if first else None
+    spacer = Spacer(world.device)
+    table = Table.open(options.out, world.device, sys.argv[1:], spacer.us) if first else None
     known = world.agree(table.keys if table else None)
     places = world.places(settings(dist.get_world_size()))
     every = list(series(dist.get_world_size(), options.sizes, options.codec_sizes, options.dims))
@@ -202,12 +240,12 @@ def collect(options: argparse.Namespace, world: World) -> bool:
                 print(f"stopped after {options.minutes:g} minutes; the same command continues", file=sys.stderr)
             return False
         taken = places[missing[0].ranks, missing[0].groups]
-        rows = [_row(case, measure(case, *taken)) for case in missing] if taken else []
+        rows = [_row(case, measure(case, *taken, spacer)) for case in missing] if taken else []
         if table:
             table.add(rows)
-            last = rows[-1]
+            most = max(row["p50_us"] for row in rows)
             print(
-                f"[{number}/{len(every)}] {missing[0].label}: {len(rows)} sizes, the largest {last['p50_us']:,.0f} us",
+                f"[{number}/{len(every)}] {missing[0].label}: {len(rows)} sizes, up to {most:,.0f} us",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
     return True

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hil.collectives_calls import Case
 
 NAME = "collectives"
-METHOD = "the slowest rank's CUDA-graph replay, results checked in the same run; see hil/collectives.py"
+METHOD = "the slowest rank's CUDA-graph replay, less the spacers; results checked in the same run; see hil/collectives.py"
 _KEYS = [field.name for field in fields(Case)]
 
 
@@ -31,8 +31,14 @@ class Table:
         self._folder, self._rows, self._runs = folder, rows, runs
 
     @classmethod
-    def open(cls, folder: Path, device: torch.device, arguments: list[str]) -> Table:
+    def open(cls, folder: Path, device: torch.device, arguments: list[str], spacer_us: float) -> Table:
         """What the folder holds, with a run of this machine begun.
+
+        Args:
+            folder: Where the table is or will be.
+            device: What is measured on.
+            arguments: The command line's.
+            spacer_us: What was taken off every sample of a collective.
 
         Raises:
             ValueError: the table there is of another layout or of another GPU.
@@ -44,7 +50,7 @@ class Table:
             if not {*_KEYS, "run"} <= set(rows.columns):
                 raise ValueError(f"{path} is of an older layout; move it away or give another --out")
             runs = json.loads((folder / f"{NAME}.json").read_text())["runs"]
-        run = describe(device, arguments)
+        run = {**describe(device, arguments), "spacer_us": spacer_us}
         for earlier in runs:
             if earlier["gpu"] != run["gpu"]:
                 raise ValueError(f"{path} was measured on {earlier['gpu']}, this is {run['gpu']}; give another --out")
