@@ -62,11 +62,11 @@ class KernelSpec:
         return None
 
 
-_BLOCK128 = {"multiple_n": 128, "multiple_k": 128}
-_FBGEMM = {"requires": "fbgemm-gpu-genai>=1.0", "module": "fbgemm_gpu"}
-_TORCHAO = {"requires": "torchao>=0.17", "module": "torchao"}
-_DEEPGEMM = {"requires": "deep-gemm>=2.0", "module": "deep_gemm"}
-_TE = {"requires": "transformer-engine>=2.0", "module": "transformer_engine"}
+_BLOCK128: dict[str, Any] = {"multiple_n": 128, "multiple_k": 128}
+_FBGEMM: dict[str, Any] = {"requires": "fbgemm-gpu-genai>=1.0", "module": "fbgemm_gpu"}
+_TORCHAO: dict[str, Any] = {"requires": "torchao>=0.17", "module": "torchao"}
+_DEEPGEMM: dict[str, Any] = {"requires": "deep-gemm>=2.0", "module": "deep_gemm"}
+_TE: dict[str, Any] = {"requires": "transformer-engine>=2.0", "module": "transformer_engine"}
 
 
 def _fp8(name: str, scaling: str, accumulation: str, quantizers: str = "torch", **fields: Any) -> KernelSpec:
@@ -97,7 +97,7 @@ def _grouped(accumulation: str) -> KernelSpec:
 
 def _linear(name: str, recipe: str | None = None, **fields: Any) -> KernelSpec:
     """Forward and backward of a linear layer: (m, k) by (n, k), every size a multiple of 16 where it is FP8."""
-    multiples = dict.fromkeys(("multiple_m", "multiple_n", "multiple_k"), 16) if recipe else {}
+    multiples: dict[str, Any] = dict.fromkeys(("multiple_m", "multiple_n", "multiple_k"), 16) if recipe else {}
     capability = (9, 0) if recipe else (8, 0)
     return KernelSpec(name, "linear", recipe or "bf16", recipe or "bf16", min_capability=capability, **multiples, **fields)
 

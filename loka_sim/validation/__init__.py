@@ -256,7 +256,7 @@ class _Validation:
         refinement = self._refinement(sweeps)
         if refinement is None:
             return self.before
-        refinement.save(self.folder / "perfmodel")
+        refinement.save(self.folder)
         calibration.save_manifest(self.folder, self.request.hardware, {}, self.command, {"complete": False})
         return self.request.answer(self.folder)
 
@@ -280,7 +280,7 @@ class _Validation:
         if refinement is None:
             calibration.save_manifest(self.folder, self.request.hardware, machine, self.command, {"timings": 0})
             return self.before, None, None
-        refinement.save(self.folder / "perfmodel")
+        refinement.save(self.folder)
         made_from = {"timings": len(refinement.rows), "gemms_compared": len(numerics["tensors"])}
         calibration.save_manifest(self.folder, self.request.hardware, machine, self.command, made_from)
         after = self.request.answer(self.folder)

@@ -53,14 +53,13 @@ def _accuracy(rows: pandas.DataFrame, when: str) -> dict[str, float]:
 def offenders(rows: pandas.DataFrame, count: int = 10) -> list[dict[str, Any]]:
     """The rows that the refined model is farthest off on, those of sets and times that it did not see."""
     error = (rows["after_us"] / rows["measured_us"] - 1).abs()
-    worst = rows.assign(error=error).nlargest(count, "error")
+    worst: list[dict[Any, Any]] = rows.assign(error=error).nlargest(count, "error").to_dict("records")
     return [
         {
-            "kernel": row.kernel, "m": int(row.m), "n": int(row.n), "k": int(row.k), "groups": int(row.groups),
-            "measured_us": float(row.measured_us), "predicted_us": float(row.after_us),
-            "error": float(row.after_us / row.measured_us - 1),
+            **{key: row[key] for key in ("kernel", "m", "n", "k", "groups", "measured_us")},
+            "predicted_us": row["after_us"], "error": row["after_us"] / row["measured_us"] - 1,
         }
-        for row in worst.itertuples()
+        for row in worst
     ]  # fmt: skip
 
 

@@ -69,14 +69,20 @@ def sweep(folder: Path, family: str, name: str, shapes: Iterable[Shape], seconds
 
 
 def timings(folder: Path) -> pandas.DataFrame:
-    """What `sweep` has measured into a folder, all families together; empty when nothing."""
+    """What `sweep` has measured into a folder, all families together; empty when nothing.
+
+    Less than a launch can take means that nothing was launched (the transposition of a single column): no time.
+    """
     import pandas
+
+    from perfmodel.fit import LEAST_US
 
     found = [pandas.read_parquet(path) for family in ("gemm", "memory") if (path := folder / f"{family}.parquet").is_file()]
     columns = ["kernel", "m", "n", "k", "groups", "p10_us", "p50_us", "p90_us", "sweep", "eager_us"]
     if not found:
         return pandas.DataFrame(columns=columns)
     frame = pandas.concat(found, ignore_index=True)
+    frame = frame[frame["p50_us"] >= LEAST_US].reset_index(drop=True)
     return frame if "eager_us" in frame else frame.assign(eager_us=float("nan"))
 
 

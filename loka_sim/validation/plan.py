@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from hil.kernels.base import Shape
 from hil.shapes import gemm_shapes, memory_shapes
@@ -35,7 +37,7 @@ def model_shapes(answer: WhatIf) -> dict[str, list[Shape]]:
     that is equal, the time that is spent on it as decided.
     """
     worth = value_of_shapes(answer)
-    spent: Counter[Key] = Counter()
+    spent: dict[Key, float] = defaultdict(float)
     for site in answer.sites:
         for row in (*(row for decided in site.passes.values() for row in decided.rows), *site.around.rows):
             spent[family_of(row), shape_of(row)] += answer.times.of[row].us
@@ -60,12 +62,13 @@ def value_of_shapes(answer: WhatIf) -> dict[Key, float]:
     for (shape, chosen), count in counts.items():
         alternatives = _alternatives(answer, shape, dict(chosen))
         if len(alternatives) > 1:
-            decisions.append(Decision([[index[row] for row in some] for some in alternatives], 0, count))
-    times = [answer.times.of[row] for row in rows]
-    keys = [(family_of(row), shape_of(row)) for row in rows]
-    groups = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    values = value_of_measuring(times, decisions, [groups[key] for key in keys])
-    return {key: float(values[number]) for key, number in groups.items()}
+            decisions.append(Decision(count, [[index[row] for row in some] for some in alternatives], 0))
+    groups: dict[Key, list[int]] = {}
+    for row, number in index.items():
+        groups.setdefault((family_of(row), shape_of(row)), []).append(number)
+    time, low, high = np.array([answer.times.of[row] for row in rows]).T
+    values = value_of_measuring(time, low, high, decisions, list(groups.values()))
+    return dict(zip(groups, values.tolist(), strict=True))
 
 
 def _alternatives(answer: WhatIf, shape: SiteShape, chosen: dict[str, str]) -> list[tuple[Row, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -89,7 +89,7 @@ def regrets(answer: WhatIf, measured: Times, policies: Mapping[str, Sequence[Ass
     max_mere = answer.settings.max_mere
     best: dict[Key, float | None] = {}
     counted, having, passes, best_us = 0, 0, 0, 0.0
-    totals: Counter[str] = Counter()
+    totals: dict[str, float] = defaultdict(float)
     for index, site in enumerate(answer.sites):
         legal = {name: legal_fp8(site.shape, name, capability) for name in site.shape.names}
         if not any(legal.values()):

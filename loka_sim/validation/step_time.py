@@ -33,8 +33,9 @@ def converted_by_torchao(baseline: str) -> Convert:
     config = Float8LinearConfig.from_recipe_name(str(chosen.scaling))
 
     def wanted(layer: nn.Module, name: str) -> bool:
-        legal = isinstance(layer, nn.Linear) and layer.in_features % 16 == 0 and layer.out_features % 16 == 0
-        return legal and chosen.wants(layer.out_features, layer.in_features)
+        if not isinstance(layer, nn.Linear) or layer.in_features % 16 or layer.out_features % 16:
+            return False
+        return chosen.wants(layer.out_features, layer.in_features)
 
     return lambda model: convert_to_float8_training(model, config=config, module_filter_fn=wanted)
 
@@ -55,7 +56,7 @@ def step_of(model: Runnable, convert: Convert) -> Callable[[], None]:
     import torch
 
     torch._dynamo.reset()
-    module = convert(model.make())
+    module: nn.Module = convert(model.make())
     compiled = torch.compile(module, dynamic=False)
     inputs = model.inputs()
 

@@ -26,7 +26,7 @@ def time_part(hardware: str, folder: Path, rows: pandas.DataFrame, refinement: A
         hardware: Whose shipped model it was before.
         folder: The calibration.
         rows: All measured rows, with `sweep`: `model`, which the refinement is made from, or `fresh`, which it is not.
-        refinement: Its `held_out` has a prediction of every row of `model` by a refinement that did not see its shape.
+        refinement: Made from the rows of `model`.
     """
     import pandas
 
@@ -44,7 +44,7 @@ def time_part(hardware: str, folder: Path, rows: pandas.DataFrame, refinement: A
             continue
         some = some.reset_index(drop=True)
         if name == "model":
-            after = some[KEY].merge(refinement.held_out.astype({key: "int64" for key in KEY[1:]}), on=KEY, how="left")[ENDS]
+            after = some[KEY].merge(predicted_unseen(refinement), on=KEY, how="left")[ENDS]
         else:
             after = refined.predict(some).reset_index(drop=True)
         before = base.predict(some).reset_index(drop=True)
@@ -58,6 +58,14 @@ def time_part(hardware: str, folder: Path, rows: pandas.DataFrame, refinement: A
     return {
         "rows": _records(every), "summary": judge.time_summary(every), "offenders": judge.offenders(every), "note": note,
     }  # fmt: skip
+
+
+def predicted_unseen(refinement: Any) -> pandas.DataFrame:
+    """Every measured row (`KEY`) with its time and interval (`ENDS`) as predicted without its shape."""
+    import pandas
+
+    rows = refinement.rows[KEY].astype({key: "int64" for key in KEY[1:]}).reset_index(drop=True)
+    return pandas.concat([rows, refinement.held_out], axis=1)
 
 
 def _records(rows: pandas.DataFrame) -> list[dict[str, Any]]:
@@ -79,7 +87,7 @@ def decided_unseen(answer: WhatIf, refinement: Any) -> list[dict[str, str]]:
     """Decisions of a model's sites by times that were predicted without the shapes that they are about."""
     held_out = {
         Row(str(kernel), int(m), int(n), int(k), int(groups)): Time(float(time), float(low), float(high))
-        for kernel, m, n, k, groups, time, low, high in refinement.held_out[[*KEY, *ENDS]].itertuples(index=False)
+        for kernel, m, n, k, groups, time, low, high in predicted_unseen(refinement)[[*KEY, *ENDS]].itertuples(index=False)
     }
     times = Times({**answer.times.of, **{row: time for row, time in held_out.items() if row in answer.times.of}})
     policy = Policy(answer.settings.max_mere, answer.settings.min_speedup, tuple(answer.hardware["capability"]))
