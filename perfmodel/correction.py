@@ -132,12 +132,15 @@ class Local:
     def _weights(self) -> Array:
         return self._inverse_factor.T @ (self._inverse_factor @ self.residual)
 
-    def predict(self, at: Array) -> tuple[Array, Array]:
-        """Mean correction at coordinates (rows, 7), and the standard deviation of a measurement about it."""
+    def predict(self, at: Array) -> tuple[Array, Array, Array]:
+        """Mean correction at coordinates (rows, 7), standard deviation of a measurement about it, and share not known.
+
+        The share is 1 far from all rows, and near 0 at one of them.
+        """
         covariance = self.amplitude**2 * _similarity(at, self.at, self.length)
         explained = ((covariance @ self._inverse_factor.T) ** 2).sum(axis=1)
-        variance = np.maximum(self.amplitude**2 - explained, 0.0) + self.noise**2
-        return covariance @ self._weights, np.sqrt(variance)
+        left = np.maximum(self.amplitude**2 - explained, 0.0)
+        return covariance @ self._weights, np.sqrt(left + self.noise**2), np.sqrt(left) / self.amplitude
 
     def robust(self) -> Local:
         """The same with rows that the others contradict given a larger noise (Student-t, by leave-one-out)."""

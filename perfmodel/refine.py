@@ -77,9 +77,10 @@ class Correction:
         value = features @ self.coefficients
         if self.local is None:
             return value, scale
-        mean, deviation = self.local.predict(at)
-        # A process from few rows does not know how far it is off elsewhere; the base does.
-        return value + mean, deviation if len(self.local.residual) >= LEAST_ROWS else np.maximum(deviation, scale)
+        mean, deviation, unknown = self.local.predict(at)
+        # Where the process knows nothing, as much as the base is unsure of remains; and few rows do not know where that is.
+        remains = unknown if len(self.local.residual) >= LEAST_ROWS else 1.0
+        return value + mean, np.maximum(deviation, remains * scale)
 
 
 def _prepare(base: PerfModel, rows: pd.DataFrame) -> pd.DataFrame:
@@ -161,10 +162,15 @@ def _parts(
     return machine, local
 
 
-def _means(errors: Array) -> Array:
-    """Mean held-out error of each of `METHODS`; the first wins where nothing could be held out."""
+def _least(errors: Array) -> int:
+    """Index of the fewest of `METHODS` that nothing beats by more than a standard error of the held-out difference."""
     judged = errors[np.isfinite(errors).all(axis=1)]
-    return judged.mean(axis=0) if len(judged) else np.arange(len(METHODS), dtype=np.float64)
+    chosen = 0
+    for more in range(1, errors.shape[1]):
+        gain = judged[:, chosen] - judged[:, more]
+        if len(gain) > 1 and gain.mean() > gain.std(ddof=1) / np.sqrt(len(gain)):
+            chosen = more
+    return chosen
 
 
 def _fit(base: PerfModel, rows: pd.DataFrame, seed: int) -> dict[str, Correction]:
@@ -193,7 +199,7 @@ def _fit(base: PerfModel, rows: pd.DataFrame, seed: int) -> dict[str, Correction
         kernel = str(key)
         group = str(rows["group"].iloc[index[0]])
         judged = errors[index if len(index) >= LEAST_ROWS else by_group[group]]
-        method = METHODS[int(np.argmin(_means(judged)))]
+        method = METHODS[_least(judged)]
         if method == "local" and kernel not in local:
             method = "machine"
         unknown = kernel not in base.manifest["kernels"]
@@ -204,8 +210,7 @@ def _fit(base: PerfModel, rows: pd.DataFrame, seed: int) -> dict[str, Correction
     for name, index in by_group.items():
         # One kernel says little about another: a kind's part is for the others only where two or more agree on it.
         several = rows["kernel"].iloc[index].nunique() > 1
-        judged = _means(errors[index])
-        method = "machine" if several and judged[1] < judged[0] else "none"
+        method = "machine" if several and _least(errors[index, :2]) else "none"
         result[str(name)] = Correction(method, machine[str(name)])
     return result
 
@@ -239,7 +244,9 @@ def interval_bounds(score: Array, shapes: int) -> list[float]:
     return [min(low, -least, 0.0), max(high, least, 0.0)]
 
 
-def _bounds(rows: pd.DataFrame, score: Array, predicted_us: Array) -> dict[str, list[list[float]]]:
+def _bounds(
+    rows: pd.DataFrame, score: Array, predicted_us: Array, corrections: dict[str, Correction]
+) -> dict[str, list[list[float]]]:
     """Bounds per kernel and group, one pair per size class; few rows pool with the kernel's, its kind's, then all."""
     classes, groups, names = size_class(predicted_us), rows["group"].to_numpy(), rows["kernel"].to_numpy()
     shape = rows.groupby(SHAPE).ngroup().to_numpy()
@@ -257,7 +264,10 @@ def _bounds(rows: pd.DataFrame, score: Array, predicted_us: Array) -> dict[str, 
         for number in range(len(SIZE_CLASSES_US) + 1):
             pools = (mine & (classes == number), mine, kind & (classes == number), kind, everyone)
             chosen = next((pool for pool in pools if shapes(pool) >= LEAST_ROWS), everyone)
-            result[key].append(interval_bounds(score[chosen], shapes(chosen)))
+            low, high = interval_bounds(score[chosen], shapes(chosen))
+            # Without a local part the base's errors are all still there, whatever these shapes happened to meet.
+            least = 0.0 if corrections[key].method == "local" else NORMAL_90
+            result[key].append([min(low, -least), max(high, least)])
     result[""] = [interval_bounds(score, len(np.unique(shape)))] * (len(SIZE_CLASSES_US) + 1)
     return result
 
@@ -310,7 +320,6 @@ class Refinement:
         accuracy_before: Of the base on the rows: `all`, `kernels`, `kinds` (n, mape, median, p90, worst, coverage) and
             `worst` (the ten worst rows). Kernels that the base does not know are not in it.
         accuracy_after: The same of the refined model, each shape judged by a model that saw none of its rows.
-        held_out: Those predictions: time_us, low_us, high_us for each of `rows`, in its order; None when loaded from a folder.
     """
 
     base: PerfModel
@@ -320,7 +329,6 @@ class Refinement:
     repeat: float
     accuracy_before: dict[str, Any]
     accuracy_after: dict[str, Any]
-    held_out: pd.DataFrame | None = None
 
     @cached_property
     def model(self) -> RefinedModel:
@@ -528,13 +536,13 @@ def refine(base: PerfModel, rows: pd.DataFrame, seed: int = 0) -> Refinement:
     base_us, measured = prepared["base_us"].to_numpy(), prepared["p50_us"].to_numpy()
     time = base_us * np.exp(value)
     score = np.log(measured / time) / np.maximum(scale, 1e-6)
-    bounds = _bounds(prepared, score, time)
+    bounds = _bounds(prepared, score, time, corrections)
     # Coverage is judged with bounds that the judged fold had no part in.
     low, high = time.copy(), time.copy()
     for number in range(FOLDS):
         test = fold == number
         if test.any() and not test.all():
-            others = _bounds(prepared[~test], score[~test], time[~test])
+            others = _bounds(prepared[~test], score[~test], time[~test], corrections)
             for kernel, index in prepared.groupby("kernel").indices.items():
                 some = index[test[index]]
                 chosen = others.get(str(kernel)) or others.get(str(prepared["group"].iloc[index[0]])) or others[""]
@@ -545,5 +553,5 @@ def refine(base: PerfModel, rows: pd.DataFrame, seed: int = 0) -> Refinement:
     return Refinement(
         base, prepared[["kernel", *SHAPE, "p10_us", "p50_us", "p90_us"]].reset_index(drop=True), corrections, bounds, repeat,
         _accuracy(before, *(before[name].to_numpy() for name in ("base_us", "low_us", "high_us"))),
-        _accuracy(prepared, time, low, high), pd.DataFrame({"time_us": time, "low_us": low, "high_us": high}),
+        _accuracy(prepared, time, low, high),
     )  # fmt: skip

@@ -339,10 +339,11 @@ def test_local_part_interpolates_and_knows_how_far_it_is():
     at[:, 0] = np.linspace(0, 15, 30)
     local = fit_local(at, 0.2 * np.sin(at[:, 0]), (2.0, 0.2, 0.01))
     between = at[:-1] + (at[1:] - at[:-1]) / 2
-    mean, deviation = local.predict(between)
+    mean, deviation, unknown = local.predict(between)
     np.testing.assert_allclose(mean, 0.2 * np.sin(between[:, 0]), atol=0.02)
-    _, far = local.predict(at[-1:] + 100)
+    _, far, all_unknown = local.predict(at[-1:] + 100)
     assert deviation.max() < 0.05 < far[0]
+    assert unknown.max() < 0.25 and all_unknown[0] == pytest.approx(1.0)
 
 
 def test_interval_bounds_have_the_finite_sample_rank():
