@@ -25,6 +25,9 @@ def validation_screen(document: dict[str, Any], style: Style, out: Path | None =
         out: The folder that report and calibration were written into, if any.
     """
     lines = [style(line, "dim") for line in _subject(document)]
+    for stage in document["stages"]:
+        if stage["complete"] and stage["note"]:
+            lines.append(style(_line(f"{stage['name']}: {stage['note']}", ""), "dim"))
     lines += [style(_line(text, ""), "yellow") for text in _lacking(document)]
     colour = "green" if document["verdict"] else "yellow"
     lines += ["", *(style(line, "bold", colour) for line in wrap(_cut(say.headline(document), 290), "", "  "))]
@@ -128,9 +131,8 @@ def _dispatch(document: dict[str, Any], style: Style) -> list[str]:
         over = "–" if regret is None else f"{'+' if regret > 0 else ''}{say.share(regret)}"
         rows.append((shorten(policy["label"], 50), _us(policy["measured_us"]), over, _ratio(policy["against_bf16"])))
     lines = _table(rows, "lrrr", style)
-    decisions = [index for index, policy in enumerate(dispatch["policies"], 1) if policy["name"].startswith("decision")]
-    for index in decisions:
-        lines[index] = style(lines[index], "bold")
+    for index, policy in enumerate(dispatch["policies"], 1):
+        lines[index] = style(lines[index], *(("bold",) if policy["name"] in say.DECISIONS else ()))
     return [*lines, *_note(dispatch, style)]
 
 

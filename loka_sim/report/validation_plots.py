@@ -166,7 +166,7 @@ def policies(entries: list[Record]) -> list[Record]:
     return [
         {
             "label": entry["label"],
-            "decision": entry["name"].startswith("decision"),
+            "decision": entry["name"] in say.DECISIONS,
             "width": None if entry["against_best"] is None else scale.at(entry["against_best"]),
             "regret": say.share(entry["against_best"]),
             "us": "–" if entry["measured_us"] is None else _us(entry["measured_us"]),
@@ -203,7 +203,7 @@ def speedups(variants: list[Record]) -> Record | None:
         "rows": [
             {
                 "label": variant["label"],
-                "decision": variant["name"].startswith("decision"),
+                "decision": variant["name"] in say.DECISIONS,
                 "ms": "" if variant["measured_ms"] is None else f"{variant['measured_ms']:,.2f} ms",
                 "speedup": words.ratio(variant["speedup"]),
                 "measured": scale.at(variant["speedup"]) if variant["speedup"] else None,

@@ -25,6 +25,10 @@ SETS = {"model": "the model's own shapes", "fresh": "fresh shapes, never used to
 FAMILIES = {"gemm": "GEMM", "batched_gemm": "batched GEMM", "quantize": "quantize", "layout": "layout", "pointwise": "pointwise"}
 
 
+DECISIONS = frozenset({"before", "after", "cross_validated", "decision"})
+"""Policies and steps that are decisions of ours; the others are what they are compared with."""
+
+
 def share(value: float | None) -> str:
     """A share as a percentage: close to 1 with as many digits as tell it from 1, large ones in powers of ten."""
     if value is None:
