@@ -25,12 +25,12 @@ from perfmodel.correction import (
     machine_features,
     memory_share,
 )  # fmt: skip
+from perfmodel.judge import SHAPE, accuracy_of
 from perfmodel.kernels import KERNELS
 from perfmodel.model import REFINEMENT as KIND
 from perfmodel.model import SIZE_CLASSES_US, PerfModel, baseline_us, check_version, columns_of, read_json, size_class
 
 SCHEMA_VERSION = 1
-SHAPE = ["m", "n", "k", "groups"]
 FOLDS = 5
 COVERAGE = 0.90
 NORMAL_90 = 1.6449
@@ -275,36 +275,6 @@ def _bounds(
 def _interval(time_us: Array, scale: Array, bounds: list[list[float]]) -> tuple[Array, Array]:
     pair = np.asarray(bounds)[size_class(time_us)]
     return time_us * np.exp(pair[:, 0] * scale), time_us * np.exp(pair[:, 1] * scale)
-
-
-def _accuracy(rows: pd.DataFrame, time_us: Array, low_us: Array, high_us: Array) -> dict[str, Any]:
-    """Accuracy of predictions of `rows`: overall, per kernel and per kind; and the ten worst rows."""
-    measured = rows["p50_us"].to_numpy()
-    error = np.abs(time_us / measured - 1)
-    inside = (measured >= low_us) & (measured <= high_us)
-
-    def of(index: np.ndarray) -> dict[str, float]:
-        e = error[index]
-        return {
-            "n": len(e), "mape": float(e.mean()), "median": float(np.median(e)), "p90": float(np.quantile(e, 0.9)),
-            "worst": float(e.max()), "coverage": float(inside[index].mean()),
-        }  # fmt: skip
-
-    kinds = np.array([KERNELS[name].kind for name in rows["kernel"]], dtype=object)
-    names = rows["kernel"].to_numpy(dtype=object)
-    worst = [
-        {
-            **{"kernel": str(rows["kernel"].iloc[i])}, **{name: int(rows[name].iloc[i]) for name in SHAPE},
-            "predicted_us": float(time_us[i]), "measured_us": float(measured[i]), "error": float(time_us[i] / measured[i] - 1),
-        }
-        for i in np.argsort(-error)[:10]
-    ]  # fmt: skip
-    return {
-        "all": of(np.arange(len(rows))) if len(rows) else {},
-        "kernels": {str(name): of(np.flatnonzero(names == name)) for name in sorted(set(names))},
-        "kinds": {str(kind): of(np.flatnonzero(kinds == kind)) for kind in sorted(set(kinds))},
-        "worst": worst,
-    }
 
 
 @dataclass(frozen=True)
@@ -552,6 +522,6 @@ def refine(base: PerfModel, rows: pd.DataFrame, seed: int = 0) -> Refinement:
     repeat = float((base.manifest.get("repeat_on_another_machine") or {}).get("p90") or REPEAT_P90)
     return Refinement(
         base, prepared[["kernel", *SHAPE, "p10_us", "p50_us", "p90_us"]].reset_index(drop=True), corrections, bounds, repeat,
-        _accuracy(before, *(before[name].to_numpy() for name in ("base_us", "low_us", "high_us"))),
-        _accuracy(prepared, time, low, high),
+        accuracy_of(before, *(before[name].to_numpy() for name in ("base_us", "low_us", "high_us"))),
+        accuracy_of(prepared, time, low, high),
     )  # fmt: skip
