@@ -30,6 +30,8 @@ _LONGEST_ROW = 16384
 _LEAST = 128
 # Programs of the two-pass kernels; as many partial maxima are reduced by every program of the second pass.
 _PROGRAMS = 1024
+# Programs of one pass that also finds the amax.
+_RAISING = 528
 # Programs of one warp where every column has a scale: their number, the values of a turn, the columns of a cast, and
 # rows and columns of the search for maxima.
 _WARPS = 2112
@@ -123,6 +125,9 @@ def _launch(x: torch.Tensor, recipe: Recipe, amax: Any, scales: Any, codes: Any,
         if recipe.scaling == "tensorwise" and amax is None:
             amax = tensor_amax(x)
             partials = triton.next_power_of_2(programs)
+        elif recipe.scaling == "tensorwise":
+            # Nothing to reduce first: a block a program. Each program's atomic maximum costs more than its share of a loop.
+            programs = triton.cdiv(size, block) if amax_out is None else min(programs, _RAISING)
         run(
             kernels.flat_kernel, (programs,), block, x, amax, *outputs,
             None if amax_out is None else amax_out.view(torch.int32), size, programs,

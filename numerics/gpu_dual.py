@@ -23,6 +23,8 @@ _SCALINGS = ("tensorwise", "rowwise", "block1x128", "block128x128")
 _BLOCK = (128, 128, 4)
 _CAST = (64, 64, 4)
 _LINES = (32, 128, 4)
+# Of a cast under the scales of 128 rows of a column, where rows of x need none: fewer columns are held.
+_TURNED = (128, 64, 4)
 
 
 @triton.jit
@@ -216,7 +218,7 @@ def _launch(
     flag = torch.zeros((), dtype=torch.int32, device=x.device) if check else None
     amax = inverses = None
     partials = 0
-    height, width, warps = _CAST if tensorwise else _LINES if lines else _BLOCK
+    height, width, warps = _CAST if tensorwise else _LINES if lines else _TURNED if blocks and codes is None else _BLOCK
     with gpu.on(x.device):
         if tensorwise:
             amax = gpu.tensor_amax(x)
