@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import time
@@ -95,6 +96,6 @@ def describe(device: torch.device, arguments: list[str]) -> dict[str, Any]:
         **run,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "nccl_environment": {key: value for key, value in os.environ.items() if key.startswith("NCCL_")},
-        "topology": topology.stdout if topology.returncode == 0 else None,
+        "topology": re.sub(r"\x1b\[\d*m", "", topology.stdout) if topology.returncode == 0 else None,
         **fingerprint(),
     }
