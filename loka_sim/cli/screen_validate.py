@@ -28,7 +28,7 @@ def validation_screen(document: dict[str, Any], style: Style, out: Path | None =
     for stage in document["stages"]:
         if stage["complete"] and stage["note"]:
             lines.append(style(_line(f"{stage['name']}: {stage['note']}", ""), "dim"))
-    lines += [style(_line(text, ""), "yellow") for text in _lacking(document)]
+    lines += [style(line, "yellow") for text in _lacking(document) for line in wrap(_cut(text, 190), "", "  ")]
     colour = "green" if document["verdict"] else "yellow"
     lines += ["", *(style(line, "bold", colour) for line in wrap(_cut(say.headline(document), 290), "", "  "))]
     for part in (_time, _numerics, _dispatch, _step, _changes, _tolerances):
@@ -51,7 +51,7 @@ def _subject(document: dict[str, Any]) -> list[str]:
 
 
 def _lacking(document: dict[str, Any]) -> list[str]:
-    """One line each: libraries that are not here, stages cut short, parts that were not measured."""
+    """One sentence each: libraries that are not here, stages cut short, parts that were not measured."""
     lines = []
     libraries = say.absent(document)
     if libraries:

@@ -120,9 +120,9 @@ def machine(document: Record) -> list[str]:
 
 
 def absent(document: Record) -> list[str]:
-    """Libraries whose kernels were not run, each with the reason."""
+    """Libraries whose kernels were not run, each with the reason: without the mend, which stands behind a semicolon."""
     return [
-        f"{entry['library']} ({entry['reason']})" if entry["reason"] else entry["library"]
+        f"{entry['library']} ({entry['reason'].partition(';')[0]})" if entry["reason"] else entry["library"]
         for entry in document["libraries"]
         if not entry["available"]
     ]

@@ -131,7 +131,8 @@ def make_document(seed=0, name="wukong-production", layers=6, count=12):
                     "cuda": "13.0", "triton": "3.6.0", "python": "3.12.3"},
         "libraries": [{"library": "torch", "version": "2.11.0", "available": True, "reason": ""},
                       {"library": "fbgemm_gpu", "version": "1.6.0", "available": True, "reason": ""},
-                      {"library": "deep_gemm", "version": None, "available": False, "reason": "not installed"}],
+                      {"library": "deep_gemm", "version": None, "available": False,
+                       "reason": "not installed; pip install deep_gemm"}],
         "stages": [{"name": "fingerprint", "seconds": 1.5, "complete": True, "note": None},
                    {"name": "numerics", "seconds": 84.0, "complete": True, "note": "6 of 9 sites"},
                    {"name": "time", "seconds": 301.0, "complete": False, "note": "out of time; 31 fresh shapes were not timed"},
@@ -479,7 +480,7 @@ def test_the_page_says_what_the_document_says(document):
         "In bf16 it takes 7.50 ms, predicted 7.10 ms",
         "the decision 1.07× 7.00 ms before: 1.11× (1.06× to 1.16×) after: 1.08× (1.05× to 1.11×)",
         "cut short: out of time; 31 fresh shapes were not timed",
-        "deep_gemm not run : not installed",
+        "deep_gemm not run : not installed; pip install deep_gemm",
         "weights as initialized",
         "loka-sim validate --gpu wukong-production --minutes 10 copy",
     ):
