@@ -21,6 +21,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
+    # torchao 0.17 has an escape sequence that Python 3.12 warns of when it first compiles the file.
+    pytest.mark.filterwarnings("ignore::SyntaxWarning"),
     pytest.mark.gpu,
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -48,8 +50,9 @@ def fresh_shapes(name: str) -> list[Shape]:
     """One at the edge of what is legal and small, one larger."""
     draw, spec = random.SystemRandom(), KERNELS[name]
     m, n, k = spec.multiple_m, spec.multiple_n, spec.multiple_k
+    # FBGEMM reads four columns at once.
     if spec.kind == "quantize":
-        return [Shape(draw.randint(1, 300), 1, 8 * draw.randint(1, 60)), Shape(draw.randint(1000, 5000), 1, 1024)]
+        return [Shape(draw.randint(1, 300), 1, 4 * draw.randint(1, 120)), Shape(draw.randint(1000, 5000), 1, 1024)]
     groups = [draw.randint(2, 40), draw.randint(100, 300)] if spec.kind == "batched_gemm" else [1, 1]
     if spec.kind == "linear":
         m = n = k = 16
