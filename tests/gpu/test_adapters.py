@@ -37,7 +37,7 @@ ADAPTERS = {
 
 @pytest.fixture(scope="module")
 def pool() -> BufferPool:
-    return BufferPool(elements=2**26)
+    return BufferPool(elements=2**27)
 
 
 def need(name: str) -> None:
