@@ -25,9 +25,10 @@ _MULTIPROCESSORS = 132
 _TILES = ((64, 32, 6, 4), (64, 64, 6, 4), (64, 128, 4, 4), (128, 64, 4, 4))
 # Programs per launch that parts of K are to make.
 _PROGRAMS = (66, 132, 198, 264, 396)
-# A fit to 1,400 timings of 38 shapes on an H200, 10% off on average; its choices are within 2.3% of the fastest, 14% at
-# worst. In ns: a launch, a step's latency, the second launch, one part's turn in it; bytes and FLOPs of a multiprocessor a ns,
-# bytes of partial sums that all of them move.
+# A fit to 1,115 timings of 38 shapes on an H200, 10% off on average. Its choices take 3.8% longer than the fastest cut timed
+# (geometric mean of the 35 shapes where both were), 15% at most but for 49% on (1024, 512, 65536), which wants a larger tile.
+# In ns: a launch, a step's latency, the second launch, one part's turn in it; bytes and FLOPs of a multiprocessor a ns, bytes of
+# partial sums that all of them move.
 _LAUNCH_NS, _STEP_NS, _SECOND_NS, _PART_NS = 2500.0, 56.0, 480.0, 40.0
 _BYTES_A_NS, _FLOPS_A_NS, _SUMMED_BYTES_A_NS = 81.0, 29000.0, 2000.0
 
