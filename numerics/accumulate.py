@@ -54,7 +54,8 @@ def fp8_matmul(
         scale_a: None, one value, M values, (M, K / 128) for blocks 1 x 128, or (M / 128, K / 128), which stands for its rows
             repeated. Multiplied in FP32.
         scale_b: None, one value, N values, (N, K / 128), or (N / 128, K / 128) for blocks 128 x 128, whose kernels multiply
-            both scales first. Block scales need them on both sides.
+            both scales first. Block scales need them on both sides. Of a single tile, N = K = 128, (1, 1) beside M values
+            is a block's; give one value of another shape for a scale of the whole tensor.
         out_dtype: float32, float64, bfloat16 or float16. The FP32 result is rounded to nearest even into this type; beyond its
             range it is infinite.
         format_a: Name in `FORMATS`, when `a` holds codes.
@@ -78,6 +79,9 @@ def fp8_matmul(
     m, n, k = values_a.shape[0], values_b.shape[0], values_a.shape[1]
     left, _ = _scale(scale_a, m, k, "scale_a", values_a.device)
     right, spread = _scale(scale_b, n, k, "scale_b", values_a.device)
+    if k == n == _BLOCK and left.ndim == 1 and _is_tile(scale_b):
+        # One tile of 128 x 128 is all of b: its scale is a block's, as it is where b has two.
+        right, spread = right.expand(n).reshape(-1, 1), True
     if k == _BLOCK and left.ndim + right.ndim == 3:
         # Beside block scales, a scale a row of a single block is one.
         left, right = left.reshape(-1, 1), right.reshape(-1, 1)
@@ -202,6 +206,11 @@ def _scale(scale: torch.Tensor | float | None, rows: int, k: int, name: str, dev
     if k % _BLOCK == 0 and rows % _BLOCK == 0 and value.shape == (rows // _BLOCK, blocks):
         return value.repeat_interleave(_BLOCK, 0), True
     raise ValueError(f"{name} has shape {tuple(value.shape)}; it must hold 1 value, {rows}, or blocks of 128 along K = {k}")
+
+
+def _is_tile(scale: torch.Tensor | float | None) -> bool:
+    """Whether a scale is one value in the shape of blocks, (1, 1)."""
+    return isinstance(scale, torch.Tensor) and scale.shape == (1, 1)
 
 
 def _product(

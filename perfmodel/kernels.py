@@ -5,7 +5,7 @@ The name joins the floors: perfmodel times it, numerics judges its recipe, hil r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -65,8 +65,8 @@ class KernelSpec:
 _BLOCK128: dict[str, Any] = {"multiple_n": 128, "multiple_k": 128}
 _FBGEMM: dict[str, Any] = {"requires": "fbgemm-gpu-genai>=1.0", "module": "fbgemm_gpu"}
 _TORCHAO: dict[str, Any] = {"requires": "torchao>=0.17", "module": "torchao"}
-_DEEPGEMM: dict[str, Any] = {"requires": "deep-gemm>=2.0", "module": "deep_gemm"}
-_TE: dict[str, Any] = {"requires": "transformer-engine>=2.0", "module": "transformer_engine"}
+_DEEPGEMM: dict[str, Any] = {"requires": "deep-gemm @ git+https://github.com/deepseek-ai/DeepGEMM", "module": "deep_gemm"}
+_TE: dict[str, Any] = {"requires": "transformer-engine>=2.3", "module": "transformer_engine"}
 
 
 def _fp8(name: str, scaling: str, accumulation: str, quantizers: str = "torch", **fields: Any) -> KernelSpec:
@@ -113,7 +113,7 @@ def _quantizers(library: str, suffix: str = "") -> tuple[KernelSpec, ...]:
         KernelSpec(f"{library}/quantize_rowwise{suffix}", "quantize"),
         KernelSpec(
             f"{library}/quantize_block1x128{suffix}", "quantize",
-            multiple_m=128 if suffix else 1, multiple_k=1 if suffix == "_transposed" else 128,
+            multiple_m=128 if suffix else 1, multiple_k=1 if (library, suffix) == ("torch", "_transposed") else 128,
         ),
         KernelSpec(f"{library}/quantize_block128x128{suffix}", "quantize", multiple_m=128, multiple_k=128),
     )  # fmt: skip
@@ -133,8 +133,9 @@ KERNELS: dict[str, KernelSpec] = {
         *(_fp8(f"loka/fp8_{s}_{how}", s, how, "loka") for s in ("tensorwise", "rowwise") for how in ("fast", "split")),
         _fp8("fbgemm/fp8_rowwise_fast", "rowwise", "fast", "fbgemm", **_FBGEMM),
         _fp8("fbgemm/fp8_rowwise_split", "rowwise", "split", "fbgemm", **_FBGEMM),
-        _fp8("fbgemm/fp8_triton_rowwise", "rowwise", "fast", "fbgemm", **_FBGEMM),
-        _block128("fbgemm/fp8_block128", "loka", **_FBGEMM),
+        # Tiles of 128 x 128 on both sides.
+        replace(_block128("fbgemm/fp8_block128", "loka", **_FBGEMM), recipe_a="e4m3/block128x128",
+                quantize_a="loka/quantize_block128x128", multiple_m=128),
         _block128("deepgemm/fp8_block128", "loka", **_DEEPGEMM),
         # Whole layers, as a user would convert them.
         _linear("torch/linear_bf16"),
@@ -153,7 +154,7 @@ KERNELS: dict[str, KernelSpec] = {
         # The amax of an earlier step scales it, and its own amax comes out for the next.
         KernelSpec("loka/quantize_tensorwise_delayed", "quantize"),
         KernelSpec("fbgemm/quantize_tensorwise", "quantize", **_FBGEMM),
-        KernelSpec("fbgemm/quantize_rowwise", "quantize", **_FBGEMM),
+        KernelSpec("fbgemm/quantize_rowwise", "quantize", multiple_k=4, **_FBGEMM),
         # e4m3 (rows, cols) in, e4m3 (cols, rows) out.
         KernelSpec("torch/transpose_e4m3", "layout"),
         # bf16 (rows, cols) in and out, compiled. An activation behind a norm fuses into it.

@@ -290,6 +290,7 @@ class Refinement:
         accuracy_before: Of the base on the rows: `all`, `kernels`, `kinds` (n, mape, median, p90, worst, coverage) and
             `worst` (the ten worst rows). Kernels that the base does not know are not in it.
         accuracy_after: The same of the refined model, each shape judged by a model that saw none of its rows.
+        held_out: Those predictions: time_us, low_us, high_us for each of `rows`, in its order; None when loaded from a folder.
     """
 
     base: PerfModel
@@ -299,6 +300,7 @@ class Refinement:
     repeat: float
     accuracy_before: dict[str, Any]
     accuracy_after: dict[str, Any]
+    held_out: pd.DataFrame | None = None
 
     @cached_property
     def model(self) -> RefinedModel:
@@ -523,5 +525,5 @@ def refine(base: PerfModel, rows: pd.DataFrame, seed: int = 0) -> Refinement:
     return Refinement(
         base, prepared[["kernel", *SHAPE, "p10_us", "p50_us", "p90_us"]].reset_index(drop=True), corrections, bounds, repeat,
         accuracy_of(before, *(before[name].to_numpy() for name in ("base_us", "low_us", "high_us"))),
-        accuracy_of(prepared, time, low, high),
+        accuracy_of(prepared, time, low, high), pd.DataFrame({"time_us": time, "low_us": low, "high_us": high}),
     )  # fmt: skip

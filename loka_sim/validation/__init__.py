@@ -21,8 +21,10 @@ from loka_sim.errors import DataError, UserError
 from loka_sim.files import write_text_atomic
 from loka_sim.validation import measuring
 from loka_sim.validation.measuring import read_json
+from perfmodel.kernels import KERNELS
 
 if TYPE_CHECKING:
+    from hil.kernels.base import Shape
     from loka_sim.validation.runnable import Runnable
     from loka_sim.whatif import WhatIf
 
@@ -240,7 +242,7 @@ class _Validation:
         wanted = model_shapes(answer)
         for family in ("gemm", "memory"):
             seconds = SHARES[f"model_{family}"] * 60 * self.request.minutes / 2
-            measuring.sweep(self.timings, family, "model", wanted[family], seconds)
+            self._sweep(family, "model", wanted[family], seconds)
         found = measuring.timings(self.timings)
         shapes = found[["m", "n", "k", "groups"]].drop_duplicates()
         return {"note": f"{len(shapes)} of {sum(map(len, wanted.values()))} shapes measured"}
@@ -249,7 +251,15 @@ class _Validation:
         from loka_sim.validation.plan import fresh_shapes
 
         for family, shapes in fresh_shapes(self.request.seed + 104_729).items():
-            measuring.sweep(self.timings, family, "fresh", shapes, SHARES[f"fresh_{family}"] * 60 * self.request.minutes)
+            self._sweep(family, "fresh", shapes, SHARES[f"fresh_{family}"] * 60 * self.request.minutes)
+
+    def _sweep(self, family: str, name: str, shapes: Sequence[Shape], seconds: float) -> None:
+        """Under every kernel that the time model knows: of others there is no prediction to judge."""
+        import perfmodel
+        from loka_sim.validation.plan import FAMILIES
+
+        known = [k for k in perfmodel.load(self.request.hardware).manifest["kernels"] if FAMILIES[KERNELS[k].kind] == family]
+        measuring.sweep(self.timings, family, name, shapes, seconds, known)
 
     def _refined_answer(self, sweeps: Sequence[str]) -> WhatIf:
         """Decide with the time model as refined so far."""

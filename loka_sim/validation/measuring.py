@@ -49,8 +49,11 @@ def run(module: str, arguments: Sequence[str], *, accept: Sequence[int] = (0,), 
     return code
 
 
-def sweep(folder: Path, family: str, name: str, shapes: Iterable[Shape], seconds: float) -> None:
-    """Measure shapes of a family ('gemm' or 'memory') into `folder`, in the order given, as far as the time goes."""
+def sweep(folder: Path, family: str, name: str, shapes: Iterable[Shape], seconds: float, kernels: Sequence[str]) -> None:
+    """Measure shapes of a family ('gemm' or 'memory') under those of `kernels` that may run them, in the order given.
+
+    What the time does not suffice for is left out; what is in `folder` already is not measured again.
+    """
     shapes = list(shapes)
     if not shapes or seconds <= 0:
         return
@@ -63,7 +66,8 @@ def sweep(folder: Path, family: str, name: str, shapes: Iterable[Shape], seconds
         workers = min(MOST_WORKERS, max(1, (os.cpu_count() or 1) - 1)) if family == "memory" else 1
         arguments = [family, "--out", str(folder), "--shapes", path, "--sweep", name]
         # 1: nothing new was measured, because everything was already or the time was too short.
-        run("hil.collect", [*arguments, "--minutes", f"{seconds / 60:.3f}", "--workers", str(workers)], accept=(0, 1))
+        arguments += ["--minutes", f"{seconds / 60:.3f}", "--workers", str(workers), "--kernels", *kernels]
+        run("hil.collect", arguments, accept=(0, 1))
     finally:
         os.unlink(path)
 

@@ -20,9 +20,15 @@ Key = tuple[str, Shape]
 FRESH_GEMMS, FRESH_OPERANDS = 400, 120
 
 
+# Which sweep measures a kind of kernel; whole layers enter no decision.
+FAMILIES = {
+    "gemm": "gemm", "batched_gemm": "gemm", "quantize": "memory", "layout": "memory", "pointwise": "memory", "linear": "linear",
+}  # fmt: skip
+
+
 def family_of(row: Row) -> str:
     """`gemm` or `memory`: which sweep measures a launch."""
-    return "gemm" if "gemm" in KERNELS[row.kernel].kind else "memory"
+    return FAMILIES[KERNELS[row.kernel].kind]
 
 
 def shape_of(row: Row) -> Shape:

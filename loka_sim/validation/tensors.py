@@ -6,6 +6,7 @@ of a batch that came after. A user's model is run as it is made, on its own inpu
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -129,6 +130,8 @@ def compare(observed: Observed, deadline: float) -> list[dict[str, Any]]:
             if kernel not in MEASURABLE or not bool(left.any()) or not bool(right.any()):
                 continue
             found = measure(kernel, left, right)
+            if not math.isfinite(found.sqnr_db) or not math.isfinite(found.mere):
+                continue
             rows.append(
                 {
                     "site": name, "pass": which, "kernel": kernel, "m": found.shape[0], "n": found.shape[1], "k": found.shape[2],
@@ -166,8 +169,6 @@ def corrections(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
     The geometric mean of measured over predicted, drawn towards 1 as if eight GEMMs had been predicted right.
     """
-    import math
-
     logs: dict[tuple[str, str], list[float]] = defaultdict(list)
     for row in rows:
         if row["predicted_mere"] > 0 and row["measured_mere"] > 0:

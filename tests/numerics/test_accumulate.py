@@ -285,3 +285,18 @@ def test_errors_are_one_line(options, error, message):
     with pytest.raises(error, match=message) as caught:
         fp8_matmul(arguments.pop("a"), arguments.pop("b"), **arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_a_single_tile_is_a_block_too():
+    """N = K = 128: the (1, 1) scale of b is its only block's, so that columns get what they get beside a second tile."""
+    generator = torch.Generator().manual_seed(11)
+    a, b = (torch.randn(size, 128, generator=generator).to(torch.float8_e4m3fn) for size in (40, 256))
+    scale_a = torch.rand(40, 1, generator=generator) * 1e-6
+    scale_b = torch.rand(2, 1, generator=generator) * 1e-2
+    how = {"accumulation": "hopper_split", "scale_a": scale_a}
+    both = fp8_matmul(a, b, scale_b=scale_b, **how)
+    assert torch.equal(fp8_matmul(a, b[:128], scale_b=scale_b[:1], **how), both[:, :128])
+    chain = fp8_matmul(a, b[:128], accumulation="hopper_split")
+    assert torch.equal(both[:, :128], chain * (scale_a * scale_b[0]))
+    rowwise = fp8_matmul(a, b[:128], scale_b=scale_b[0, 0], **how)
+    assert torch.equal(rowwise, chain * scale_b[0] * scale_a) and not torch.equal(rowwise, both[:, :128])

@@ -1,0 +1,327 @@
+"""A validation without a GPU: kernels "measured" by a made-up machine, everything else as it is."""
+
+import json
+import math
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import loka_sim
+from loka_sim import calibration, modelspec, validation
+from loka_sim.cli import main
+from loka_sim.dispatch.candidates import launches
+from loka_sim.dispatch.cost import Time, Times
+from loka_sim.dispatch.decide import flat
+from loka_sim.errors import DataError, UserError
+from loka_sim.schemas import problem
+from loka_sim.validation import judge, measuring, plan, regret, tensors
+from perfmodel.kernels import KERNELS
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no GPU")
+MACHINE = {"gpu": "Made Up 1", "driver": "1.0", "torch": "2.11.0", "capability": "9.0", "sm_mhz": 1980.0}
+SLOWER = {"gemm": 1.2, "batched_gemm": 1.2, "quantize": 1.35, "layout": 1.3, "pointwise": 1.25}
+
+
+@pytest.fixture(scope="module")
+def answer():
+    return loka_sim.whatif("wukong", batch=512)
+
+
+class MadeUp:
+    """A machine whose kernels take the shipped model's times, slower by kind, with noise of 1%; counts what it is asked."""
+
+    def __init__(self, stop_at=None):
+        self.asked, self.stop_at = [], stop_at
+
+    def sweep(self, folder, family, name, shapes, seconds, kernels):
+        import perfmodel
+        from hil.collect import FAMILIES, legal_runners
+
+        self.asked.append((family, name))
+        if len(self.asked) == self.stop_at:
+            raise KeyboardInterrupt
+        assert seconds > 0
+        model = perfmodel.load("h200")
+        rows = [
+            (runner.name, s.m, s.n, s.k, s.groups)
+            for s in list(shapes)[:60]
+            for runner in legal_runners(s, FAMILIES[family])
+            if runner.name in kernels
+        ]
+        frame = pd.DataFrame(rows, columns=["kernel", "m", "n", "k", "groups"])
+        slower = frame["kernel"].map(lambda kernel: SLOWER[KERNELS[kernel].kind])
+        noise = np.random.default_rng(len(self.asked)).normal(1, 0.01, len(frame))
+        frame["p50_us"] = model.predict(frame)["time_us"] * slower * noise
+        frame = frame.assign(p10_us=0.99 * frame["p50_us"], p90_us=1.01 * frame["p50_us"], sweep=name, eager_us=np.nan)
+        path = folder / f"{family}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        known = [pd.read_parquet(path)] if path.is_file() else []
+        pd.concat([*known, frame], ignore_index=True).drop_duplicates(
+            ["kernel", "m", "n", "k", "groups", "sweep"], ignore_index=True
+        ).to_parquet(path)
+
+    def run(self, module, arguments, accept=(0,), launcher=()):
+        assert module == "hil.exactness"
+        self.asked.append(("numerics", "sampled"))
+        folder = arguments[arguments.index("--out") + 1]
+        rows = [{"kernel": "torch/fp8_rowwise_fast", "shapes": 9, "outputs": 9000, "unequal": 0}]
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / "exactness.json").write_text(json.dumps({"rows": rows}))
+        return 0
+
+
+def on(machine, monkeypatch):
+    import hil.fingerprint
+
+    monkeypatch.setattr(hil.fingerprint, "fingerprint", lambda: dict(MACHINE))
+    monkeypatch.setattr(validation, "require_gpu", lambda: None)
+    monkeypatch.setattr(measuring, "sweep", machine.sweep)
+    monkeypatch.setattr(measuring, "run", machine.run)
+    return machine
+
+
+@pytest.fixture(scope="module")
+def spec_file(tmp_path_factory):
+    """A model of which there is only a specification: no tensors, no step to run."""
+    path = tmp_path_factory.mktemp("spec") / "wukong.json"
+    modelspec.save(loka_sim.resolve_model("wukong"), path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def validated(spec_file, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("validated") / "run"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        machine = on(MadeUp(), monkeypatch)
+        document = loka_sim.validate(spec_file, out=folder, batch=512, minutes=2, command=["loka-sim", "validate"])
+    return folder, document, machine
+
+
+def test_the_document_is_whole_and_fits_its_schema(validated):
+    folder, document, machine = validated
+    assert problem(document, "validation") is None
+    assert json.loads((folder / "validation.json").read_text()) == json.loads(json.dumps(document))
+    assert document["step"] is None and document["numerics"]["tensors"] == []
+    assert machine.asked[0] == ("numerics", "sampled")
+    assert [entry for entry in machine.asked if entry[1] == "fresh"] == [("gemm", "fresh"), ("memory", "fresh")]
+    assert (folder / "report.html").read_text().startswith("<!")
+    assert loka_sim.load_table(folder)["model"]["batch"] == 512
+
+
+def test_refinement_halves_the_error_on_fresh_shapes_of_another_machine(validated):
+    summary = {(row["set"], row["family"]): row for row in validated[1]["time"]["summary"]}
+    for family in ("gemm", "quantize"):
+        row = summary["fresh", family]
+        assert row["before"]["mape"] > 0.15
+        assert row["after"]["mape"] < row["before"]["mape"] / 2, family
+        assert row["after"]["coverage"] > 0.75 > row["before"]["coverage"]
+
+
+def test_errors_are_those_of_the_rows(validated):
+    time = validated[1]["time"]
+    some = [row for row in time["rows"] if row["set"] == "fresh" and KERNELS[row["kernel"]].kind == "gemm"]
+    expected = np.mean([abs(row["after_us"] / row["measured_us"] - 1) for row in some])
+    found = next(row for row in time["summary"] if (row["set"], row["family"]) == ("fresh", "gemm"))
+    assert found["after"]["mape"] == pytest.approx(expected, rel=1e-3)
+    assert found["n"] == len(some)
+    worst = max(time["rows"], key=lambda row: abs(row["after_us"] / row["measured_us"] - 1))
+    assert time["offenders"][0]["kernel"] == worst["kernel"]
+
+
+def test_the_calibration_serves_a_whatif(validated, spec_file):
+    folder, document, _ = validated
+    plain, calibrated = (loka_sim.whatif(spec_file, batch=512, calibration=where) for where in (None, folder))
+    assert plain.hardware["perfmodel_fingerprint"] != calibrated.hardware["perfmodel_fingerprint"]
+    ratio = calibrated.steps[0].total.us / plain.steps[0].total.us
+    assert ratio == pytest.approx(1.2, abs=0.05)
+    assert document["whatif"]["after"]["step_us"] == pytest.approx(calibrated.decision.total.us)
+    assert calibrated.to_dict()["settings"]["calibration"] == str(folder)
+    assert str(folder) in calibrated.to_dict()["command"]
+    assert problem(calibrated.to_dict(), "whatif") is None
+
+
+def test_policies_cost_what_their_launches_cost(validated):
+    dispatch = validated[1]["dispatch"]
+    by_name = {row["name"]: row for row in dispatch["policies"]}
+    assert dispatch["sites"] == dispatch["of_sites"] > 0
+    best = by_name["best"]["measured_us"]
+    assert all(row["measured_us"] >= best for name, row in by_name.items() if name in ("before", "after", "bf16"))
+    # A decision by the measured times themselves may only lose what it left because the gain was not sure.
+    assert by_name["after"]["against_best"] < 0.02
+    assert by_name["bf16"]["against_bf16"] == 1.0
+
+
+def test_killed_in_the_middle_it_goes_on_where_it_was(validated, spec_file, tmp_path, monkeypatch):
+    folder = tmp_path / "killed"
+    first = on(MadeUp(stop_at=4), monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        loka_sim.validate(spec_file, out=folder, batch=512, minutes=2)
+    assert not (folder / "validation.json").exists()
+    second = on(MadeUp(), monkeypatch)
+    loka_sim.validate(spec_file, out=folder, batch=512, minutes=2)
+    assert ("numerics", "sampled") in first.asked and ("numerics", "sampled") not in second.asked
+    assert second.asked == [(family, name) for name in ("model", "fresh") for family in ("gemm", "memory")]
+    third = on(MadeUp(), monkeypatch)
+    document = loka_sim.validate(spec_file, out=folder, batch=512, minutes=2)
+    assert third.asked == []
+    assert document["time"]["summary"] == json.loads((folder / "validation.json").read_text())["time"]["summary"]
+
+
+def test_a_folder_of_something_else_is_left_alone(spec_file, tmp_path, monkeypatch, validated):
+    on(MadeUp(), monkeypatch)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds other files"):
+        loka_sim.validate(spec_file, out=tmp_path, minutes=2)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["notes.txt"]
+    with pytest.raises(UserError, match="batch 512, not 1024"):
+        loka_sim.validate(spec_file, out=validated[0], batch=1024, minutes=2)
+    with pytest.raises(UserError, match="--minutes 0.5 is too short"):
+        loka_sim.validate(spec_file, out=tmp_path / "new", minutes=0.5)
+
+
+def test_what_would_change_a_decision_is_measured_first(answer):
+    shapes = plan.model_shapes(answer)
+    worth = plan.value_of_shapes(answer)
+    ordered = [worth.get(("gemm", shape), 0.0) for shape in shapes["gemm"]]
+    assert ordered == sorted(ordered, reverse=True) and ordered[0] > 0
+    rows = {(plan.family_of(row), plan.shape_of(row)) for row in answer.times.of}
+    assert {(family, shape) for family, some in shapes.items() for shape in some} == rows
+
+
+def test_regret_against_a_search_of_its_own(answer):
+    rng = np.random.default_rng(3)
+    measured = Times({row: Time(t := time.us * rng.uniform(0.5, 2), t, t) for row, time in answer.times.of.items()})
+    policies = regret.policies_of({"before": answer})
+    found = regret.regrets(answer, measured, policies)
+    best = mine = 0.0
+    for site in answer.sites:
+        options = {
+            name: [c.kernel for c in decided.candidates if c.illegal is None and (c.accuracy is None or c.accuracy.mere < 0.2)]
+            for name, decided in site.passes.items()
+        }
+        if all(len([c for c in decided.candidates if c.illegal is None]) == 1 for decided in site.passes.values()):
+            continue
+        costs = []
+        for kernels in product(*options.values()):
+            rows = flat(launches(site.shape, dict(zip(options, kernels, strict=True))))
+            costs.append(sum(measured.of[row].us for row in rows))
+        best += min(costs)
+        mine += sum(measured.of[row].us for decided in site.passes.values() for row in decided.rows)
+    assert found.sites == found.of_sites
+    assert found.best_us == pytest.approx(best)
+    assert found.policies_us["before"] == pytest.approx(mine)
+    holes = Times({row: time for row, time in measured.of.items() if row.kernel != "torch/quantize_rowwise"})
+    assert regret.regrets(answer, holes, policies).sites < found.sites
+
+
+def tensor_row(predicted, measured, kernel="torch/fp8_rowwise_fast", which="output", equal=1.0):
+    return {
+        "site": "a", "pass": which, "kernel": kernel, "m": 64, "n": 64, "k": 64, "bit_equal": equal, "outputs": 100,
+        "measured_sqnr_db": 30.0, "emulated_sqnr_db": 30.0, "predicted_sqnr_db": 30.4, "measured_mere": measured,
+        "predicted_mere": predicted,
+    }  # fmt: skip
+
+
+def test_corrections_are_drawn_towards_one():
+    rows = [tensor_row(0.1, 0.2)] * 24
+    found = tensors.corrections(rows)["torch/fp8_rowwise_fast"]["output"]
+    assert found == pytest.approx(2 ** (24 / 32))
+    assert tensors.corrections([tensor_row(0.1, 0.1)] * 5)["torch/fp8_rowwise_fast"]["output"] == pytest.approx(1.0)
+    summary = tensors.summary([*rows, tensor_row(0.1, 0.2, equal=0.5)])[0]
+    assert summary["n"] == 25 and summary["bit_equal"] == pytest.approx(0.98)
+    assert summary["sqnr_gap_median_db"] == pytest.approx(0.4) and summary["within_half_db"] == 1.0
+
+
+def test_a_factor_of_a_calibration_moves_the_predicted_error(tmp_path):
+    from loka_sim.dispatch.accuracy import Errors
+    from loka_sim.dispatch.candidates import SiteShape
+
+    shape = SiteShape((("output", 256, 256, 256, 1),))
+    plain = Errors().of_site(shape, None)
+    moved = Errors((9, 0), {"torch/fp8_rowwise_fast": {"output": 1.5}}).of_site(shape, None)
+    key = ("output", "torch/fp8_rowwise_fast")
+    assert moved[key].mere == pytest.approx(1.5 * plain[key].mere)
+    assert moved[key].sqnr_db == pytest.approx(plain[key].sqnr_db - 20 * math.log10(1.5))
+    assert moved["output", "torch/fp8_tensorwise_fast"] == plain["output", "torch/fp8_tensorwise_fast"]
+
+
+def test_the_verdict_names_what_is_outside():
+    numerics = {
+        "sampled": [{"kernel": "torch/fp8_rowwise_fast", "gemms": 1, "outputs": 100, "unequal": 1, "bit_equal": 0.99}],
+        "tensors": [tensor_row(0.1, 0.1)],
+    }  # fmt: skip
+    found = {entry["name"]: entry for entry in judge.tolerances(numerics, None, None, None)}
+    assert found["bit_equal"]["ok"] is False and found["bit_equal"]["offenders"] == ["torch/fp8_rowwise_fast"]
+    assert found["gemm_mape"]["ok"] is None
+    assert judge.verdict(list(found.values())) is False
+    fine = [{"name": "gemm_mape", "ok": True}, {"name": "step", "ok": None}]
+    assert judge.verdict(fine) is True
+    assert judge.verdict([{"name": "gemm_mape", "ok": None}]) is False
+
+
+@pytest.mark.parametrize(
+    ("files", "error", "said"),
+    [
+        ({}, UserError, "holds no manifest.json"),
+        ({"manifest.json": "{"}, DataError, "is damaged"),
+        ({"manifest.json": '{"kind": "loka-sim/run"}'}, UserError, "is a loka-sim/run"),
+        ({"manifest.json": '{"kind": "loka-sim/calibration", "schema_version": 9}'}, DataError, "schema_version 9"),
+        (
+            {
+                "manifest.json": '{"kind": "loka-sim/calibration", "schema_version": 1, "hardware": "h200"}',
+                "numerics.json": '{"mere_factors": {"torch/bf16": {"output": -1}}}',
+            },
+            DataError,
+            "mere_factors",
+        ),
+    ],
+)
+def test_what_is_no_calibration_is_refused(files, error, said, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(error, match=said):
+        calibration.load(tmp_path)
+
+
+def test_the_command_line_says_what_is_missing(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["validate", "wukong-small"]) == 2
+    assert "say --gpu" in capsys.readouterr().err
+    assert main(["collect", "--out", "x"]) == 2
+    assert "say --gpu" in capsys.readouterr().err
+    assert main(["whatif", "wukong-small", "--calibration", "nowhere"]) == 2
+    assert "--calibration nowhere is no folder" in capsys.readouterr().err
+
+
+@no_gpu
+@pytest.mark.parametrize("words", [["validate", "--gpu", "wukong-small"], ["collect", "--gpu", "--out", "x"]])
+def test_without_a_gpu_it_says_what_to_do_instead(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 3
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "no CUDA GPU" in said and "--calibration" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_machines_ceilings_are_its_fastest_rows():
+    from loka_sim.collection import hardware_of
+
+    rows = pd.DataFrame(
+        [
+            ("torch/bf16", 1000, 1000, 1000, 1, 4.0), ("torch/bf16", 1000, 1000, 1000, 1, 5.0),
+            ("torch/fp8_rowwise_fast", 1000, 1000, 1000, 1, 2.0), ("torch/relu_forward", 2**14, 1, 2**14, 1, 400.0),
+            ("torch/relu_forward", 256, 1, 256, 1, 0.001),
+        ],
+        columns=["kernel", "m", "n", "k", "groups", "p50_us"],
+    )  # fmt: skip
+    machine = {"gpu": "NVIDIA H100 80GB HBM3", "capability": "9.0", "l2_bytes": 50 * 2**20, "multiprocessors": 132}
+    found = hardware_of("h100", machine, rows)
+    assert found["peak_bf16_tflops"] == 500.0 and found["peak_fp8_tflops"] == 1000.0
+    # Of what does not fit into the L2 alone: 4 bytes an element.
+    assert found["copy_bandwidth_tbs"] == pytest.approx(2**30 / 400e6, abs=0.01)
+    with pytest.raises(DataError, match="no FP8 GEMM kernel"):
+        hardware_of("h100", machine, rows[rows["kernel"] != "torch/fp8_rowwise_fast"])
