@@ -308,7 +308,7 @@ def test_bars_add_up(document):
         assert after["start"] == pytest.approx(before["start"] + before["width"], abs=0.01)
     assert rows[-1]["start"] + rows[-1]["width"] == pytest.approx(100, abs=0.01)
     gained = sum(site["gain_us"] for site in document["sites"] if site["gain_us"] > 0)
-        assert float(shown["waterfall"]["total"].replace(",", "")) == pytest.approx(gained, rel=0.01)
+    assert float(shown["waterfall"]["total"].replace(",", "")) == pytest.approx(gained, rel=0.01)
 
 
 @pytest.mark.parametrize("force", ["fast", "not_worth_it", "unsafe", "illegal"])
