@@ -325,3 +325,12 @@ def test_a_machines_ceilings_are_its_fastest_rows():
     assert found["copy_bandwidth_tbs"] == pytest.approx(2**30 / 400e6, abs=0.01)
     with pytest.raises(DataError, match="no FP8 GEMM kernel"):
         hardware_of("h100", machine, rows[rows["kernel"] != "torch/fp8_rowwise_fast"])
+
+
+def test_the_shipped_validations_fit_their_schema():
+    from perfmodel import data_folder
+
+    found = sorted((data_folder() / "h200" / "validations").glob("*.json"))
+    assert found
+    for path in found:
+        assert problem(json.loads(path.read_text()), "validation") is None
