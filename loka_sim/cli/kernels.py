@@ -32,14 +32,15 @@ def run(arguments: argparse.Namespace) -> int:
         ]
         print_json({"schema_version": 1, "kind": "loka-sim/kernels", "kernels": rows})
         return 0
-    gemms: list[tuple[str, ...]] = [("GEMM kernel", "left operand", "right operand", "accumulation", "emulated", "multiples of")]
+    gemms: list[tuple[str, ...]] = [("GEMM kernel", "left operand", "right operand", "sums", "emulated", "multiples of")]
     others: list[tuple[str, ...]] = [("other kernel", "kind", "multiples of")]
     for spec in KERNELS.values():
         multiples = [(letter, getattr(spec, f"multiple_{letter.lower()}")) for letter in "MNK"]
         wanted = " ".join(f"{letter}{size}" for letter, size in multiples if size > 1)
-        if spec.recipe_a and spec.recipe_b:
+        if spec.recipe_a and spec.recipe_b and spec.kind != "linear":
             level = fidelity(spec.name).level
-            gemms.append((spec.name, spec.recipe_a, spec.recipe_b, spec.accumulation, level, wanted))
+            accumulation = spec.accumulation.removeprefix("hopper_")
+            gemms.append((spec.name, spec.recipe_a, spec.recipe_b, accumulation, level, wanted))
         else:
             others.append((spec.name, spec.kind, wanted))
     print("\n".join([*table(gemms, "llllll", indent=0), "", *table(others, "lll", indent=0)]))

@@ -19,7 +19,7 @@ from loka_sim.zoo import build, example_inputs
 from perfmodel.kernels import KERNELS
 
 BF16, BLOCK = "torch/bf16", "torch/fp8_block128"
-EXPRESSIBLE = tuple(k for k in ("torch/bf16", *KERNELS) if k.startswith("torch/fp8_") and k != BLOCK) + (BF16,)
+EXPRESSIBLE = (*(k for k, spec in KERNELS.items() if k.startswith("torch/fp8_") and k != BLOCK and spec.kind == "gemm"), BF16)
 PASSES = ("output", "grad_input", "grad_weight")
 
 
