@@ -130,7 +130,7 @@ KERNELS: dict[str, KernelSpec] = {
         _grouped("fast"),
         _grouped("split"),
         # Our own, in Triton, for outputs so small that the above leave most of the GPU idle.
-        *(_fp8(f"loka/fp8_{s}_{how}", s, how, "loka") for s in ("tensorwise", "rowwise") for how in ("fast", "split")),
+        *(_fp8(f"loka/fp8_{s}_{h}", s, h, "loka", multiple_n=1) for s in ("tensorwise", "rowwise") for h in ("fast", "split")),
         _fp8("fbgemm/fp8_rowwise_fast", "rowwise", "fast", "fbgemm", **_FBGEMM),
         _fp8("fbgemm/fp8_rowwise_split", "rowwise", "split", "fbgemm", **_FBGEMM),
         # Tiles of 128 x 128 on both sides.
