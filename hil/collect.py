@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import shlex
@@ -31,6 +32,7 @@ import pandas as pd
 
 from hil.kernels.availability import absences, availability, available_kernels
 from hil.kernels.base import Runner, Shape
+from hil.lock import GpuLock
 from hil.shapes import SWEEPS as GEMM_AND_MEMORY_SWEEPS
 from hil.shapes import gemm_shapes
 from perfmodel.kernels import KERNELS
@@ -85,7 +87,11 @@ def matching(kinds: Sequence[str], patterns: Sequence[str] = ("*",)) -> list[str
     """Names of the registered kernels of these kinds that fit one of the patterns, here or not."""
     from hil.kernels import RUNNERS
 
-    return [name for name in RUNNERS if KERNELS[name].kind in kinds and any(fnmatchcase(name, pattern) for pattern in patterns)]
+    return [name for name in RUNNERS if KERNELS[name].kind in kinds and _fits(name, patterns)]
+
+
+def _fits(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def legal_runners(shape: Shape, kinds: Sequence[str], patterns: Sequence[str] = ("*",)) -> list[Runner]:
@@ -108,7 +114,11 @@ def legal_runners(shape: Shape, kinds: Sequence[str], patterns: Sequence[str] = 
 
 
 def measure_shape(
-    shape: Shape, runners: Sequence[Runner], pool: Any, lock: AbstractContextManager[Any] | None = None
+    shape: Shape,
+    runners: Sequence[Runner],
+    pool: Any,
+    lock: AbstractContextManager[Any] | None = None,
+    deadline: float = math.inf,
 ) -> list[dict[str, Any]]:
     """Time every runner on one shape, interleaved, and check each result.
 
@@ -116,7 +126,8 @@ def measure_shape(
         shape: The shape.
         runners: Kernels that may run it.
         pool: A `hil.timing.BufferPool` large enough for its operands.
-        lock: Held while the GPU is timed, so that parallel workers compile but never measure at once.
+        lock: Held while the GPU works for long, so that parallel workers compile but never measure or check at once.
+        deadline: Of `time.time()`; kernels that were not compiled by then, but for the first, are left out.
 
     Raises:
         ValueError: a kernel's result is wrong (its error exceeds the runner's limit).
@@ -125,14 +136,22 @@ def measure_shape(
 
     from hil.timing import capture, eager_call_us, launches_for, time_interleaved
 
-    launchers = []
+    bound = []
     for runner in runners:
+        if bound and time.time() > deadline:
+            break
         launch = runner.bind(shape, pool)
-        error = runner.error(shape, pool, launch(0))
-        if not error <= runner.limit:
-            raise ValueError(f"{runner.name} on {shape} is wrong: relative error {error:.3g} against FP64, limit {runner.limit}")
-        launchers.append((runner, launch, error))
+        launch(0)  # compiles: that needs no lock
+        bound.append((runner, launch))
     with lock or nullcontext():
+        launchers = []
+        for runner, launch in bound:
+            error = runner.error(shape, pool, launch(0))
+            if not error <= runner.limit:
+                raise ValueError(
+                    f"{runner.name} on {shape} is wrong: relative error {error:.3g} against FP64, limit {runner.limit}"
+                )
+            launchers.append((runner, launch, error))
         graphs, kept = [], []
         for runner, launch, _ in launchers:
             launches = launches_for(runner.moved_bytes(shape))
@@ -193,12 +212,12 @@ def _worker(index: int, work: Work, lock: Any, queue: Any, deadline: float) -> N
             if time.time() > deadline:
                 break
             torch._dynamo.reset()
-            queue.put((index, _attempt(shape, names, pool, lock)))
+            queue.put((index, _attempt(shape, names, pool, lock, deadline)))
             torch.cuda.empty_cache()
     queue.put((index, None))
 
 
-def _attempt(shape: Shape, names: Sequence[str], pool: Any, lock: Any = None) -> list[dict[str, Any]]:
+def _attempt(shape: Shape, names: Sequence[str], pool: Any, lock: Any = None, deadline: float = math.inf) -> list[dict[str, Any]]:
     """Rows of one shape; a kernel that fails is named on stderr and left out, and the rest are measured."""
     from hil.kernels import RUNNERS
 
@@ -206,10 +225,12 @@ def _attempt(shape: Shape, names: Sequence[str], pool: Any, lock: Any = None) ->
     runners = [RUNNERS[name] for name in names]
     # Whatever a library raises (an assertion, a missing symbol) concerns its own kernels alone.
     try:
-        return measure_shape(shape, runners, pool, lock)
+        return measure_shape(shape, runners, pool, lock, deadline)
     except Exception as error:
         print(f"{shape}: {_line(error)}; measuring its kernels one by one", file=sys.stderr)
     for runner in runners:
+        if time.time() > deadline:
+            break
         try:
             rows += measure_shape(shape, [runner], pool, lock)
         except Exception as error:
@@ -231,10 +252,26 @@ def _progress(done: int, total: int, started: float, rows: int) -> None:
     )
 
 
-def collect(work: Work, family: str, minutes: float, workers: int, on_rows: Callable[[list[dict[str, Any]]], None]) -> None:
-    """Measure the shapes, handing over each shape's rows as they come, until done or out of time."""
-    deadline = time.time() + 60 * minutes
+def collect(
+    work: Work,
+    family: str,
+    deadline: float,
+    workers: int,
+    on_rows: Callable[[list[dict[str, Any]]], None],
+    lock: AbstractContextManager[Any] | None = None,
+) -> None:
+    """Measure the shapes, handing over each shape's rows as they come, until done or out of time.
+
+    Args:
+        work: What to measure, in order.
+        family: Of `FAMILIES`.
+        deadline: Of `time.time()`.
+        workers: Processes that compile in parallel.
+        on_rows: Called with each shape's rows.
+        lock: Held by whoever measures; other processes may share it (`hil.lock.GpuLock`).
+    """
     started, rows = time.time(), 0
+    workers = min(workers, len(work))
     if workers <= 1:
         import torch
 
@@ -247,7 +284,7 @@ def collect(work: Work, family: str, minutes: float, workers: int, on_rows: Call
                 break
             if family != "gemm":
                 torch._dynamo.reset()
-            fresh = _attempt(shape, names, pool)
+            fresh = _attempt(shape, names, pool, lock, deadline)
             rows += len(fresh)
             on_rows(fresh)
             if done % 50 == 0 or done == len(work):
@@ -255,7 +292,7 @@ def collect(work: Work, family: str, minutes: float, workers: int, on_rows: Call
                 _progress(done, len(work), started, rows)
         return
     context = multiprocessing.get_context("spawn")
-    lock, queue = context.Lock(), context.Queue()
+    lock, queue = lock or context.Lock(), context.Queue()
     processes = [
         context.Process(target=_worker, args=(i, work[i::workers], lock, queue, deadline), daemon=True) for i in range(workers)
     ]
@@ -336,19 +373,21 @@ class Timings:
         self._saved = time.monotonic()
 
 
-def read_shapes(path: Path) -> list[Shape]:
-    """Shapes of a CSV with columns m, n, k and optionally groups."""
+def read_shapes(path: Path) -> dict[Shape, tuple[str, ...]]:
+    """Shapes of a CSV with columns m, n, k and optionally groups and kernels: patterns of those wanted, spaces between."""
     frame = pd.read_csv(path)
     groups = frame["groups"] if "groups" in frame else [1] * len(frame)
-    return [Shape(int(m), int(n), int(k), int(g)) for m, n, k, g in zip(frame["m"], frame["n"], frame["k"], groups, strict=True)]
+    patterns = frame["kernels"] if "kernels" in frame else ["*"] * len(frame)
+    columns = zip(frame["m"], frame["n"], frame["k"], groups, patterns, strict=True)
+    return {Shape(int(m), int(n), int(k), int(g)): tuple(str(some).split()) for m, n, k, g, some in columns}
 
 
-def _drawn(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Shape]:
+def _drawn(options: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[Shape, tuple[str, ...]]:
     if options.shapes:
         return read_shapes(options.shapes)
     if (options.family, options.sweep) in SWEEPS:
         draw, count = SWEEPS[options.family, options.sweep]
-        return draw(options.count or count, options.seed)
+        return dict.fromkeys(draw(options.count or count, options.seed), ("*",))
     known = ", ".join(sweep for family, sweep in SWEEPS if family == options.family)
     parser.error(f"--sweep {options.sweep} is none of {known}; name one, or give --shapes")
 
@@ -370,12 +409,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the parquet file, extended if it is there")
     parser.add_argument("--kernels", nargs="+", default=["*"], metavar="PATTERN", help="kernels to measure, as 'fbgemm/*'")
     parser.add_argument("--count", type=int, default=None, help="shapes to draw (default: the sweep's own)")
-    parser.add_argument("--shapes", type=Path, help="CSV with columns m,n,k[,groups] to measure instead of drawn shapes")
+    parser.add_argument("--shapes", type=Path, help="CSV with columns m,n,k[,groups,kernels] to measure instead of drawn shapes")
     parser.add_argument("--sweep", default="lrm", help="which shapes to draw, or what to call those of --shapes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=9.0, help="stop in time and keep what is measured")
+    parser.add_argument("--until", type=float, help="the same as a Unix time, instead of --minutes")
     parser.add_argument("--workers", type=int, default=1, help="processes that compile in parallel (they measure one at a time)")
+    parser.add_argument("--lock", type=Path, help="file that whoever uses this GPU for long locks (see hil.lock)")
     options = parser.parse_args(arguments)
+    deadline = options.until if options.until is not None else time.time() + 60 * options.minutes
 
     kinds = FAMILIES[options.family]
     names = matching(kinds, options.kernels)
@@ -398,8 +440,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     timings = Timings(options.out, options.family)
     measured = timings.measured(options.sweep)
     work: list[tuple[Shape, list[str]]] = []
-    for shape in shapes:
-        legal = [runner.name for runner in legal_runners(shape, kinds, options.kernels)]
+    for shape, patterns in shapes.items():
+        legal = [runner.name for runner in legal_runners(shape, kinds, options.kernels) if _fits(runner.name, patterns)]
         wanted = [name for name in legal if (name, shape.m, shape.n, shape.k, shape.groups) not in measured]
         if wanted:
             work.append((shape, wanted))
@@ -411,7 +453,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "libraries": {KERNELS[name].library: version for name in available if (version := availability(KERNELS[name]).version)},
     }
     try:
-        collect(work, options.family, options.minutes, options.workers, lambda rows: timings.add(rows, run))
+        lock = GpuLock(options.lock) if options.lock else None
+        collect(work, options.family, deadline, options.workers, lambda rows: timings.add(rows, run), lock)
     except KeyboardInterrupt:
         print("interrupted; what was measured is kept", file=sys.stderr)
     if not timings.fresh:

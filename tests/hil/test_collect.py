@@ -1,4 +1,5 @@
 import json
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -47,9 +48,11 @@ def test_absent_kernels_are_left_out(monkeypatch):
 def test_shapes_from_a_file(tmp_path):
     path = tmp_path / "shapes.csv"
     path.write_text("m,n,k,groups\n1,2,3,4\n5,6,7,1\n")
-    assert read_shapes(path) == [Shape(1, 2, 3, 4), Shape(5, 6, 7)]
+    assert read_shapes(path) == {Shape(1, 2, 3, 4): ("*",), Shape(5, 6, 7): ("*",)}
     path.write_text("m,n,k\n1,2,3\n")
-    assert read_shapes(path) == [Shape(1, 2, 3)]
+    assert read_shapes(path) == {Shape(1, 2, 3): ("*",)}
+    path.write_text("m,n,k,kernels\n1,2,3,torch/bf16 loka/*\n")
+    assert read_shapes(path) == {Shape(1, 2, 3): ("torch/bf16", "loka/*")}
 
 
 def test_layers_to_draw_are_legal_in_fp8():
@@ -79,7 +82,7 @@ def gpu(monkeypatch):
     """A machine whose GPU is made up: the sweep's own machinery runs, and every kernel takes as long as its name is."""
     asked = []
 
-    def measure(shape, runners, pool, lock=None):
+    def measure(shape, runners, pool, lock=None, deadline=math.inf):
         for runner in runners:
             if runner.name in broken:
                 raise OSError("undefined symbol\nand more")
