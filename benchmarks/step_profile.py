@@ -1,0 +1,156 @@
+"""Where a compiled training step goes on this GPU: every kernel with its time, and of fused kernels the bytes.
+
+    python benchmarks/step_profile.py wukong-production --batch 2048 --out profiles
+    python benchmarks/step_profile.py dlrm --variant filter_tensorwise
+
+Forward and backward of the model as `loka-sim validate` runs it (bf16, tables cut to 10,000 rows), the step timed as it
+is called and as one CUDA graph, then profiled. Writes `MODEL-BATCH-VARIANT.json`: step times, a row per kernel name
+(launches a step, microseconds a step, kind, torch.compile's account of its bytes) and one step's launches in order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor.config
+
+from hil.compiled import Kernel, kernel_launches, recorded
+from hil.fingerprint import fingerprint
+from loka_sim.validation.runnable import Runnable, runnable
+from loka_sim.validation.step_time import Convert, as_it_is, converted_by_torchao, time_steps
+
+ITERATIONS = 4
+KINDS = (
+    ("triton_poi", r"^triton_poi"),
+    ("triton_reduction", r"^triton_(red|per|mix)"),
+    ("triton_other", r"^triton_"),
+    ("gemm", r"nvjet|gemm|gemv|cutlass|cublas|splitK|device_kernel|dot_kernel|reduce_1Block"),
+    ("copy", r"[Mm]emcpy|[Mm]emset|copy"),
+    ("elementwise", r"elementwise|Fill|index|scatter|gather|embedding"),
+)
+
+
+def kind(name: str) -> str:
+    """What a kernel's name says that it is."""
+    return next((what for what, pattern in KINDS if re.search(pattern, name)), "other")
+
+
+def compiled_step(model: Runnable, convert: Convert) -> Callable[[], None]:
+    """Forward and backward, compiled and run twice."""
+    torch._dynamo.reset()
+    module = convert(model.make())
+    compiled = torch.compile(module, dynamic=False)
+    inputs = model.inputs()
+
+    def step() -> None:
+        model.loss(compiled(*inputs)).backward()
+        module.zero_grad(set_to_none=True)
+
+    step()
+    step()
+    torch.cuda.synchronize()
+    return step
+
+
+def graphed(step: Callable[[], None]) -> Callable[[], None]:
+    """The same step as one CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def _median_ms(step: Callable[[], None], turns: int) -> float:
+    return statistics.median(time_steps({"step": step}, turns)["step"])
+
+
+def profiled(step: Callable[[], None], kernels: dict[str, Kernel]) -> dict[str, Any]:
+    """Kernel table and one step's launches."""
+    launches = kernel_launches(step, ITERATIONS, 1)
+    names: dict[str, list[float]] = {}
+    for name, time_us in launches:
+        names.setdefault(name, []).append(time_us)
+    rows = [
+        {
+            "kernel": name,
+            "kind": kind(name),
+            "launches": len(samples) / ITERATIONS,
+            "total_us": sum(samples) / ITERATIONS,
+            "median_us": statistics.median(samples),
+            **(kernels[name].to_dict() if name in kernels else {}),
+        }
+        for name, samples in names.items()
+    ]
+    rows.sort(key=lambda row: -row["total_us"])
+    index = {row["kernel"]: position for position, row in enumerate(rows)}
+    last = launches[len(launches) - len(launches) // ITERATIONS :]
+    by_kind: dict[str, float] = {}
+    for row in rows:
+        by_kind[row["kind"]] = by_kind.get(row["kind"], 0.0) + row["total_us"]
+    return {
+        "kernels_ms": sum(by_kind.values()) / 1e3,
+        "by_kind_us": by_kind,
+        "kernels": rows,
+        "launches": [[index[name], round(time_us, 3)] for name, time_us in last],
+    }
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--variant", default="bf16", help="bf16, naive_tensorwise, filter_tensorwise, ... (needs torchao)")
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--no-profile", action="store_true", help="times of the step alone")
+    parser.add_argument("--out", type=Path, default=Path("."))
+    options = parser.parse_args()
+    torch._dynamo.config.recompile_limit = 512
+    model = runnable(options.model, options.batch, ())
+    assert model is not None and model.zoo is not None, "a zoo model"
+    convert = as_it_is if options.variant == "bf16" else converted_by_torchao(options.variant)
+    started = time.monotonic()
+    with recorded() as kernels:
+        step = compiled_step(model, convert)
+    compiled_in = time.monotonic() - started
+    result: dict[str, Any] = {
+        "schema_version": 1,
+        "model": model.zoo,
+        "batch": options.batch,
+        "variant": options.variant,
+        "command": shlex.join(["python", "benchmarks/step_profile.py", *sys.argv[1:]]),
+        "machine": fingerprint(),
+        "compiled_in_s": compiled_in,
+        "step_ms": _median_ms(step, options.turns),
+    }
+    if not options.no_profile:
+        result |= profiled(step, kernels)
+    try:
+        result["graph_ms"] = _median_ms(graphed(step), options.turns)
+    except RuntimeError as error:
+        result["graph_ms"], result["graph_problem"] = None, str(error).splitlines()[0]
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"{model.zoo}-{options.batch}-{options.variant}.json"
+    path.write_text(json.dumps(result))
+    print(f"{path.stem}: step {result['step_ms']:.3f} ms, as a graph {result['graph_ms']} ms, compiled in {compiled_in:.0f} s")
+    print(json.dumps(result.get("by_kind_us", {})))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
