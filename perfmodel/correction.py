@@ -21,7 +21,7 @@ from perfmodel.roofline import flops, moved_bytes
 Array = npt.NDArray[np.float64]
 Sizes = tuple[Array, Array, Array, Array]
 
-# Standard deviations of the machine part's coefficients before a scale, which is chosen by marginal likelihood.
+# Standard deviations of the machine part's coefficients before a scale; scales are weighed by marginal likelihood.
 MACHINE_SD = np.array([0.3, 0.1, 0.3, 0.2])
 MACHINE_SCALES = (0.02, 0.1, 0.3, 1.0, 3.0)
 # A kernel's own coefficients against those of its kind, likewise.
@@ -55,7 +55,7 @@ def coordinates(sizes: Sizes) -> Array:
     return np.stack([*(np.log2(size) for size in sizes), *(0.5 * np.log2(value) for value in aligned)], axis=1)
 
 
-def fit_machine(kernels: npt.NDArray[np.object_], features: Array, target: Array) -> dict[str, Array]:
+def fit_machine(kernels: npt.NDArray[np.object_], features: Array, target: Array) -> dict[str, tuple[Array, Array]]:
     """Machine coefficients of each kernel of one kind.
 
     Args:
@@ -64,7 +64,8 @@ def fit_machine(kernels: npt.NDArray[np.object_], features: Array, target: Array
         target: log(measured / predicted), (rows,).
 
     Returns:
-        Four coefficients per kernel, and under the empty name those of a kernel of this kind without rows.
+        Four coefficients and their covariance (4, 4) per kernel, and under the empty name those of a kernel of this kind
+        without rows.
     """
     names = sorted(set(kernels))
     design = np.zeros((len(target), 4 * (len(names) + 1)))
@@ -72,8 +73,7 @@ def fit_machine(kernels: npt.NDArray[np.object_], features: Array, target: Array
     for number, name in enumerate(names, 1):
         rows = kernels == name
         design[rows, 4 * number : 4 * number + 4] = features[rows]
-    best = -np.inf
-    chosen: Array = np.zeros(design.shape[1])
+    likelihoods, solutions, covariances, priors = [], [], [], []
     for scale in MACHINE_SCALES:
         for own in OWN_SCALES:
             deviation = scale * np.concatenate([MACHINE_SD, np.tile(MACHINE_SD * own, len(names))])
@@ -85,14 +85,27 @@ def fit_machine(kernels: npt.NDArray[np.object_], features: Array, target: Array
                 residual = target - design @ solution
                 variance = max(float(np.mean(weight * residual**2)), 1e-4)
                 weight = (TAIL + 1) / (TAIL + residual**2 / variance)
-            likelihood = -0.5 * (
+            likelihoods.append(-0.5 * (
                 len(target) * np.log(variance) + np.sum(weight * residual**2) / variance + solution @ prior @ solution
                 + np.linalg.slogdet(precision)[1] - np.linalg.slogdet(prior)[1]
-            )  # fmt: skip
-            if likelihood > best:
-                best, chosen = float(likelihood), np.asarray(solution, dtype=np.float64)
-    result = {name: chosen[:4] + chosen[4 * number : 4 * number + 4] for number, name in enumerate(names, 1)}
-    return {"": chosen[:4], **result}
+            ))  # fmt: skip
+            solutions.append(solution)
+            # The Fisher information of a Student-t location, not the weights, says how much the rows know.
+            information = (TAIL + 1) / (TAIL + 3) * design.T @ design / variance
+            covariances.append(np.linalg.inv(information + prior))
+            priors.append(np.diag((scale * own * MACHINE_SD) ** 2))
+    probable = np.exp(np.array(likelihoods) - max(likelihoods))
+    probable /= probable.sum()
+    mean = probable @ np.stack(solutions)
+    strays = np.stack(solutions) - mean
+    covariance = np.einsum("s,sij->ij", probable, np.stack(covariances)) + np.einsum("s,si,sj->ij", probable, strays, strays)
+    # A kernel's coefficients are the kind's plus its own; of one without rows, its own are known by their prior alone.
+    result = {"": (mean[:4], covariance[:4, :4] + np.einsum("s,sij->ij", probable, np.stack(priors)))}
+    for number, name in enumerate(names, 1):
+        both = np.zeros((4, len(mean)))
+        both[:, :4] = both[:, 4 * number : 4 * number + 4] = np.eye(4)
+        result[name] = both @ mean, both @ covariance @ both.T
+    return result
 
 
 def _similarity(a: Array, b: Array, length: float) -> Array:

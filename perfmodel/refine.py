@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from perfmodel.kernels import KERNELS
 from perfmodel.model import REFINEMENT as KIND
 from perfmodel.model import SIZE_CLASSES_US, PerfModel, baseline_us, check_version, columns_of, read_json, size_class
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FOLDS = 5
 COVERAGE = 0.90
 NORMAL_90 = 1.6449
@@ -39,8 +40,10 @@ LEAST_ROWS_NEW = 60
 # Fewer rows of a kernel take their kind's choice of parts and their kind's interval.
 LEAST_ROWS = 40
 LEAST_ROWS_LOCAL = 8
-# A quantile at 5% and 95% exists from 19 rows on; below, the interval is no narrower than the scale's own 90%.
-LEAST_ROWS_QUANTILE = 19
+# How many measured shapes the base's own interval outweighs.
+PRIOR_SHAPES = 40
+# At 200 equal steps of probability.
+_NORMAL = np.array([NormalDist().inv_cdf((step + 0.5) / 200) for step in range(200)])
 # How far a second measurement of a shape is off (90th percentile) where the base does not know.
 REPEAT_P90 = 0.05
 METHODS = ("none", "machine", "local")
@@ -60,12 +63,14 @@ class Correction:
     Attributes:
         method: `none`, `machine`, or `local` (machine and local part).
         coefficients: Of `machine_features`, (4,).
+        covariance: How unsure those are, (4, 4).
         local: The local part; None but for `local`.
         spread: Scale of the residuals where the base has no interval (a kernel unknown to it); 0 elsewhere.
     """
 
     method: str
     coefficients: Array
+    covariance: Array
     local: Local | None = None
     spread: float = 0.0
 
@@ -75,6 +80,7 @@ class Correction:
         if self.method == "none":
             return np.zeros(len(features)), scale
         value = features @ self.coefficients
+        scale = np.hypot(scale, np.sqrt(np.einsum("ri,ij,rj->r", features, self.covariance, features)))
         if self.local is None:
             return value, scale
         mean, deviation, unknown = self.local.predict(at)
@@ -145,18 +151,21 @@ def shape_folds(rows: pd.DataFrame, seed: int = 0) -> np.ndarray:
 
 def _parts(
     rows: pd.DataFrame, features: Array, at: Array, parameters: dict[str, tuple[float, float, float]] | None
-) -> tuple[dict[str, Array], dict[str, Local]]:
-    """Machine coefficients per kernel (and per group, for its kernels without rows), and local parts where rows suffice."""
-    machine: dict[str, Array] = {}
+) -> tuple[dict[str, tuple[Array, Array]], dict[str, Local]]:
+    """Machine part per kernel (and per group, for its kernels without rows), and local parts where rows suffice."""
+    machine: dict[str, tuple[Array, Array]] = {}
     local: dict[str, Local] = {}
     names, target = rows["kernel"].to_numpy(dtype=object), rows["target"].to_numpy()
     for group, index in rows.groupby("group").indices.items():
         fitted = fit_machine(names[index], features[index], target[index])
+        # Kernels err alike on a shape: rows of the same shape are no independent witnesses.
+        per_shape = len(index) / rows.iloc[index].groupby(SHAPE).ngroups
+        fitted = {name: (value, per_shape * covariance) for name, (value, covariance) in fitted.items()}
         machine[str(group)] = fitted.pop("")
         machine |= fitted
     for kernel, index in rows.groupby("kernel").indices.items():
         if len(index) >= LEAST_ROWS_LOCAL:
-            left = target[index] - features[index] @ machine[str(kernel)]
+            left = target[index] - features[index] @ machine[str(kernel)][0]
             chosen = parameters[str(kernel)] if parameters else choose_local(at[index], left)
             local[str(kernel)] = fit_local(at[index], left, chosen)
     return machine, local
@@ -189,7 +198,8 @@ def _fit(base: PerfModel, rows: pd.DataFrame, seed: int) -> dict[str, Correction
         for name in set(names[test]):
             some = test[names[test] == name]
             group = str(rows["group"].iloc[some[0]])
-            value = features[some] @ coefficients.get(name, coefficients.get(group, np.zeros(4)))
+            known = coefficients.get(name, coefficients.get(group))
+            value = features[some] @ known[0] if known else np.zeros(len(some))
             more = processes[name].predict(at[some])[0] if name in processes else 0.0
             predictions = np.stack([np.zeros(len(some)), value, value + more], axis=1)
             errors[some] = np.abs(predictions - target[some, None])
@@ -203,15 +213,15 @@ def _fit(base: PerfModel, rows: pd.DataFrame, seed: int) -> dict[str, Correction
         if method == "local" and kernel not in local:
             method = "machine"
         unknown = kernel not in base.manifest["kernels"]
-        left = target[index] - features[index] @ machine[kernel]
+        left = target[index] - features[index] @ machine[kernel][0]
         spread = float(np.sqrt(np.mean(left**2))) if unknown else 0.0
         process = local[kernel] if method == "local" else None
-        result[kernel] = Correction(method, machine[kernel], process, spread)
+        result[kernel] = Correction(method, *machine[kernel], process, spread)
     for name, index in by_group.items():
         # One kernel says little about another: a kind's part is for the others only where two or more agree on it.
         several = rows["kernel"].iloc[index].nunique() > 1
         method = "machine" if several and _least(errors[index, :2]) else "none"
-        result[str(name)] = Correction(method, machine[str(name)])
+        result[str(name)] = Correction(method, *machine[str(name)])
     return result
 
 
@@ -227,52 +237,49 @@ def _apply(corrections: dict[str, Correction], base: PerfModel, rows: pd.DataFra
     return value, scale
 
 
-def interval_bounds(score: Array, shapes: int) -> list[float]:
-    """Split-conformal bounds on (log measured - log predicted) / scale that hold 90%; they always include 0.
+def interval_bounds(score: Array, shapes: int, expected: tuple[float, float] = (-NORMAL_90, NORMAL_90)) -> tuple[float, float]:
+    """Bounds on (log measured - log predicted) / scale that hold 90%; they always include 0.
 
-    The rank is the finite-sample one of the number of shapes, since kernels err alike on a shape. With fewer than
-    `LEAST_ROWS_QUANTILE` shapes the bounds are no narrower than the scale's own 90%.
+    Quantiles of the held-out scores together with what was expected of them, two half normals with those bounds: the
+    latter weigh as much as `PRIOR_SHAPES` shapes, so that a few shapes neither widen nor narrow what many calibrated.
 
     Args:
         score: Held-out scores, (rows,).
-        shapes: Distinct shapes among them.
+        shapes: Distinct shapes among them: kernels err alike on a shape, so that rows count together as this many.
+        expected: Bounds of 90% before any score was seen; the base's own by default.
     """
+    prior = np.where(_NORMAL < 0, -expected[0], expected[1]) / NORMAL_90 * _NORMAL
+    values = np.concatenate([prior, score])
+    weights = np.repeat([PRIOR_SHAPES / len(prior), shapes / max(len(score), 1)], [len(prior), len(score)])
+    order = np.argsort(values)
+    rank = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
     tail = (1 - COVERAGE) / 2
-    rank = min(1.0, (1 - tail) * (shapes + 1) / shapes) if shapes else 1.0
-    low, high = (float(np.quantile(score, r)) for r in (1 - rank, rank)) if len(score) else (0.0, 0.0)
-    least = NORMAL_90 if shapes < LEAST_ROWS_QUANTILE else 0.0
-    return [min(low, -least, 0.0), max(high, least, 0.0)]
+    low, high = np.interp([tail, 1 - tail], rank, values[order])
+    return min(float(low), 0.0), max(float(high), 0.0)
 
 
-def _bounds(
-    rows: pd.DataFrame, score: Array, predicted_us: Array, corrections: dict[str, Correction]
-) -> dict[str, list[list[float]]]:
-    """Bounds per kernel and group, one pair per size class; few rows pool with the kernel's, its kind's, then all."""
+def _bounds(rows: pd.DataFrame, score: Array, predicted_us: Array) -> dict[str, list[tuple[float, float]]]:
+    """Bounds per kernel and group, one pair per size class: each expects what is wider around it, from class to all."""
     classes, groups, names = size_class(predicted_us), rows["group"].to_numpy(), rows["kernel"].to_numpy()
     shape = rows.groupby(SHAPE).ngroup().to_numpy()
 
-    def shapes(pool: np.ndarray) -> int:
-        return len(np.unique(shape[pool]))
+    def bounds(pool: np.ndarray | slice, *expected: tuple[float, float]) -> tuple[float, float]:
+        return interval_bounds(score[pool], len(np.unique(shape[pool])), *expected)
 
-    result: dict[str, list[list[float]]] = {}
-    for key, mine, kind in [
-        *((str(name), names == name, groups == groups[names == name][0]) for name in np.unique(names)),
-        *((str(group), groups == group, groups == group) for group in np.unique(groups)),
-    ]:
-        everyone = np.ones(len(score), dtype=bool)
-        result[key] = []
-        for number in range(len(SIZE_CLASSES_US) + 1):
-            pools = (mine & (classes == number), mine, kind & (classes == number), kind, everyone)
-            chosen = next((pool for pool in pools if shapes(pool) >= LEAST_ROWS), everyone)
-            low, high = interval_bounds(score[chosen], shapes(chosen))
-            # Without a local part the base's errors are all still there, whatever these shapes happened to meet.
-            least = 0.0 if corrections[key].method == "local" else NORMAL_90
-            result[key].append([min(low, -least), max(high, least)])
-    result[""] = [interval_bounds(score, len(np.unique(shape)))] * (len(SIZE_CLASSES_US) + 1)
+    def by_class(pool: np.ndarray, whole: tuple[float, float]) -> list[tuple[float, float]]:
+        return [bounds(pool & (classes == number), whole) for number in range(len(SIZE_CLASSES_US) + 1)]
+
+    everything = bounds(slice(None))
+    result = {"": [everything] * (len(SIZE_CLASSES_US) + 1)}
+    for group in np.unique(groups):
+        of_group = bounds(groups == group, everything)
+        result[str(group)] = by_class(groups == group, of_group)
+        for name in np.unique(names[groups == group]):
+            result[str(name)] = by_class(names == name, bounds(names == name, of_group))
     return result
 
 
-def _interval(time_us: Array, scale: Array, bounds: list[list[float]]) -> tuple[Array, Array]:
+def _interval(time_us: Array, scale: Array, bounds: list[tuple[float, float]]) -> tuple[Array, Array]:
     pair = np.asarray(bounds)[size_class(time_us)]
     return time_us * np.exp(pair[:, 0] * scale), time_us * np.exp(pair[:, 1] * scale)
 
@@ -296,7 +303,7 @@ class Refinement:
     base: PerfModel
     rows: pd.DataFrame
     corrections: dict[str, Correction]
-    bounds: dict[str, list[list[float]]]
+    bounds: dict[str, list[tuple[float, float]]]
     repeat: float
     accuracy_before: dict[str, Any]
     accuracy_after: dict[str, Any]
@@ -314,7 +321,8 @@ class Refinement:
         corrections: dict[str, Any] = {}
         for number, (name, correction) in enumerate(sorted(self.corrections.items())):
             corrections[name] = {
-                "method": correction.method, "coefficients": correction.coefficients.tolist(), "spread": correction.spread,
+                "method": correction.method, "coefficients": correction.coefficients.tolist(),
+                "covariance": correction.covariance.tolist(), "spread": correction.spread,
             }  # fmt: skip
             if (local := correction.local) is not None:
                 corrections[name] |= {
@@ -400,7 +408,8 @@ class Refinement:
             if key := entry.get("local"):
                 parts = (arrays[f"{key}_{what}"] for what in ("at", "residual", "spread"))
                 local = Local(entry["length"], entry["amplitude"], entry["noise"], *parts)
-            corrections[name] = Correction(entry["method"], np.asarray(entry["coefficients"]), local, entry["spread"])
+            coefficients, covariance = (np.asarray(entry[what]) for what in ("coefficients", "covariance"))
+            corrections[name] = Correction(entry["method"], coefficients, covariance, local, entry["spread"])
         return cls(
             base, rows, corrections, document["bounds"], document["repeat"],
             document["accuracy_before"], document["accuracy_after"],
@@ -508,13 +517,13 @@ def refine(base: PerfModel, rows: pd.DataFrame, seed: int = 0) -> Refinement:
     base_us, measured = prepared["base_us"].to_numpy(), prepared["p50_us"].to_numpy()
     time = base_us * np.exp(value)
     score = np.log(measured / time) / np.maximum(scale, 1e-6)
-    bounds = _bounds(prepared, score, time, corrections)
+    bounds = _bounds(prepared, score, time)
     # Coverage is judged with bounds that the judged fold had no part in.
     low, high = time.copy(), time.copy()
     for number in range(FOLDS):
         test = fold == number
         if test.any() and not test.all():
-            others = _bounds(prepared[~test], score[~test], time[~test], corrections)
+            others = _bounds(prepared[~test], score[~test], time[~test])
             for kernel, index in prepared.groupby("kernel").indices.items():
                 some = index[test[index]]
                 chosen = others.get(str(kernel)) or others.get(str(prepared["group"].iloc[index[0]])) or others[""]
