@@ -193,7 +193,7 @@ def load(hardware: str = "h200", calibration: Path | None = None) -> PerfModel:
     Args:
         hardware: A name of `perfmodel.hardware.available()`, or with a calibration that holds a full fit its hardware's.
         calibration: A folder with what the user's own machine taught: `perfmodel/` in it is either a refinement
-            (`perfmodel.refine.Refinement.save`) or a full fit (`python -m perfmodel.fit --timings`), which comes with
+            (`perfmodel.refinement.Refinement.save`) or a full fit (`python -m perfmodel.fit --timings`), which comes with
             `hardware.json` beside it.
 
     Raises:
@@ -224,7 +224,7 @@ def _calibrated(hardware: str, calibration: Path) -> PerfModel:
     if top.is_file() and read_json(top).get("kind") != CALIBRATION:
         raise ValueError(f"{top} is no calibration's manifest; its kind is {read_json(top).get('kind')!r}, not {CALIBRATION!r}")
     if read_json(folder / "manifest.json").get("kind") == REFINEMENT:
-        from perfmodel.refine import Refinement
+        from perfmodel.refinement import Refinement
 
         return Refinement.load(calibration, load(hardware)).model
     spec = read_spec(calibration / "hardware.json")

@@ -11,7 +11,8 @@ import perfmodel
 from perfmodel.correction import fit_local, fit_machine
 from perfmodel.fit import SHAPE, read_timings
 from perfmodel.model import CALIBRATION, PerfModel, columns_of, model_file
-from perfmodel.refine import LEAST_ROWS_NEW, Refinement, interval_bounds, refine
+from perfmodel.refine import LEAST_ROWS_NEW, interval_bounds, refine
+from perfmodel.refinement import Refinement
 from perfmodel.roofline import roofline_us
 
 

@@ -1,0 +1,309 @@
+"""A time model with what one machine measured in it: the corrections, the file that keeps them, the model that uses them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from perfmodel.correction import Array, Local, Sizes, coordinates, machine_features, memory_share
+from perfmodel.judge import SHAPE
+from perfmodel.kernels import KERNELS
+from perfmodel.model import REFINEMENT as KIND
+from perfmodel.model import PerfModel, baseline_us, check_version, columns_of, read_json, size_class
+
+SCHEMA_VERSION = 2
+NORMAL_90 = 1.6449
+# A local part of fewer rows does not know where it knows nothing.
+LEAST_ROWS = 40
+
+
+def group_of(kernel: str, known: bool) -> str:
+    """Kernels whose machine part is estimated together; one that the base does not know stands alone."""
+    spec = KERNELS[kernel]
+    kind = f"fp8_{spec.kind}" if spec.is_fp8 else spec.kind
+    return kind if known else f"new {kernel}"
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What is added to the logarithm of one kernel's predicted times.
+
+    Attributes:
+        method: `none`, `machine`, or `local` (machine and local part).
+        coefficients: Of `machine_features`, (4,).
+        covariance: How unsure those are, (4, 4).
+        local: The local part; None but for `local`.
+        spread: Scale of the residuals where the base has no interval (a kernel unknown to it); 0 elsewhere.
+    """
+
+    method: str
+    coefficients: Array
+    covariance: Array
+    local: Local | None = None
+    spread: float = 0.0
+
+    def predict(self, features: Array, at: Array, base_scale: Array) -> tuple[Array, Array]:
+        """Correction of the logarithm and the scale of its error, (rows,) each."""
+        scale = np.maximum(base_scale, self.spread)
+        if self.method == "none":
+            return np.zeros(len(features)), scale
+        value = features @ self.coefficients
+        scale = np.hypot(scale, np.sqrt(np.einsum("ri,ij,rj->r", features, self.covariance, features)))
+        if self.local is None:
+            return value, scale
+        mean, deviation, unknown = self.local.predict(at)
+        # Where the process knows nothing, as much as the base is unsure of remains; and few rows do not know where that is.
+        remains = unknown if len(self.local.residual) >= LEAST_ROWS else 1.0
+        return value + mean, np.maximum(deviation, remains * scale)
+
+
+def with_base(base: PerfModel, rows: pd.DataFrame) -> pd.DataFrame:
+    """`rows` with the base's time (roofline plus launch where it has no trees), the log scale of its interval and its group."""
+    known = rows["kernel"].isin(list(base.manifest["kernels"])).to_numpy(dtype=bool)
+    values = np.zeros((len(rows), 3))
+    if known.any():
+        values[known] = base.predict(rows[known]).to_numpy()
+    for kernel, index in rows[~known].reset_index(drop=True).groupby("kernel").indices.items():
+        new = np.flatnonzero(~known)[index]
+        values[new] = baseline_us(str(kernel), *columns_of(rows.iloc[new]), base.hardware)[:, None]
+    scale = np.log(values[:, 2] / values[:, 1]) / (2 * NORMAL_90)
+    groups = [group_of(name, bool(is_known)) for name, is_known in zip(rows["kernel"], known, strict=True)]
+    return rows.assign(base_us=values[:, 0], low_us=values[:, 1], high_us=values[:, 2], scale=scale, group=groups)
+
+
+def inputs(kernel: str, base_us: Array, sizes: Sizes, base: PerfModel) -> tuple[Array, Array]:
+    """What the machine part, (rows, 4), and the local part, (rows, 7), look at."""
+    return machine_features(base_us, memory_share(kernel, sizes, base.hardware)), coordinates(sizes)
+
+
+def apply(corrections: dict[str, Correction], base: PerfModel, rows: pd.DataFrame) -> tuple[Array, Array]:
+    """Log correction and scale of each row (of a frame that went through `_with_base`)."""
+    value, scale = np.zeros(len(rows)), rows["scale"].to_numpy().copy()
+    for kernel, index in rows.groupby("kernel").indices.items():
+        part = rows.iloc[index]
+        correction = corrections.get(str(kernel), corrections.get(str(part["group"].iloc[0])))
+        if correction is not None:
+            features, at = inputs(str(kernel), part["base_us"].to_numpy(), columns_of(part), base)
+            value[index], scale[index] = correction.predict(features, at, scale[index])
+    return value, scale
+
+
+def interval(time_us: Array, scale: Array, bounds: list[tuple[float, float]]) -> tuple[Array, Array]:
+    """Ends of the intervals of predicted times, (rows,) each, by the bounds of each size class in units of the scale."""
+    pair = np.asarray(bounds)[size_class(time_us)]
+    return time_us * np.exp(pair[:, 0] * scale), time_us * np.exp(pair[:, 1] * scale)
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """A correction of one machine's kernel times.
+
+    Attributes:
+        base: The time model that it corrects.
+        rows: Measured rows, one per kernel and shape: kernel, m, n, k, groups, p10_us, p50_us, p90_us.
+        corrections: By kernel, and by kind of kernel for kernels without rows.
+        bounds: Interval bounds by kernel or kind and size class, in units of the scale.
+        repeat: 90th percentile of the difference between two measurements of one shape.
+        accuracy_before: Of the base on the rows: `all`, `kernels`, `kinds` (n, mape, median, p90, worst, coverage) and
+            `worst` (the ten worst rows). Kernels that the base does not know are not in it.
+        accuracy_after: The same of the refined model, each shape judged by a model that saw none of its rows.
+        held_out: Those predictions: time_us, low_us, high_us for each of `rows`, in its order; None when loaded from a folder.
+    """
+
+    base: PerfModel
+    rows: pd.DataFrame
+    corrections: dict[str, Correction]
+    bounds: dict[str, list[tuple[float, float]]]
+    repeat: float
+    accuracy_before: dict[str, Any]
+    accuracy_after: dict[str, Any]
+    held_out: pd.DataFrame | None = None
+
+    @cached_property
+    def model(self) -> RefinedModel:
+        """The time model with this refinement in it."""
+        return RefinedModel.of(self)
+
+    @cached_property
+    def _files(self) -> tuple[dict[str, Any], bytes]:
+        """Manifest without its fingerprint, and the arrays' bytes."""
+        arrays: dict[str, np.ndarray] = {}
+        corrections: dict[str, Any] = {}
+        for number, (name, correction) in enumerate(sorted(self.corrections.items())):
+            corrections[name] = {
+                "method": correction.method, "coefficients": correction.coefficients.tolist(),
+                "covariance": correction.covariance.tolist(), "spread": correction.spread,
+            }  # fmt: skip
+            if (local := correction.local) is not None:
+                corrections[name] |= {
+                    "local": f"local{number}", "length": local.length, "amplitude": local.amplitude, "noise": local.noise,
+                }  # fmt: skip
+                arrays[f"local{number}_at"], arrays[f"local{number}_residual"] = local.at, local.residual
+                arrays[f"local{number}_spread"] = local.spread
+        kernels = sorted(set(self.rows["kernel"]))
+        arrays["kernel"] = np.searchsorted(kernels, self.rows["kernel"].to_numpy(dtype=str))
+        for column in (*SHAPE, "p10_us", "p50_us", "p90_us"):
+            arrays[column] = self.rows[column].to_numpy(dtype=np.float64)
+        stream = io.BytesIO()
+        np.savez_compressed(stream, **arrays)  # type: ignore[arg-type]
+        data = stream.getvalue()
+        digest = hashlib.sha256(data).hexdigest()
+        document = {
+            "kind": KIND, "schema_version": SCHEMA_VERSION, "hardware": self.base.hardware.name,
+            "base_fingerprint": self.base.fingerprint, "arrays": f"rows-{digest[:16]}.npz", "arrays_sha256": digest,
+            "kernels": kernels, "corrections": corrections, "bounds": self.bounds, "repeat": self.repeat,
+            "accuracy_before": self.accuracy_before, "accuracy_after": self.accuracy_after,
+        }  # fmt: skip
+        return document, data
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of the base and of everything that was learned."""
+        return hashlib.sha256(json.dumps(self._files[0], sort_keys=True).encode()).hexdigest()[:16]
+
+    def save(self, folder: Path) -> None:
+        """Write `folder/perfmodel/`; whoever reads meanwhile, or finds it after a crash, sees the old or the new one whole.
+
+        Args:
+            folder: The calibration folder, as `perfmodel.load(..., calibration=folder)` takes it.
+        """
+        document, data = self._files
+        target = Path(folder) / "perfmodel"
+        target.mkdir(parents=True, exist_ok=True)
+        manifest = json.dumps({**document, "fingerprint": self.fingerprint}, indent=1) + "\n"
+        # The manifest comes last: it names the arrays by their content.
+        for name, content in ((document["arrays"], data), ("manifest.json", manifest.encode())):
+            part = target / f".{name}.{os.getpid()}"
+            part.write_bytes(content)
+            os.replace(part, target / name)
+        for old in target.glob("rows-*.npz"):
+            if old.name != document["arrays"]:
+                old.unlink()
+
+    @classmethod
+    def load(cls, folder: Path, base: PerfModel) -> Refinement:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: no refinement, of another schema, hardware or base, or damaged; one line that names the file.
+        """
+        path = Path(folder) / "perfmodel" / "manifest.json"
+        document = read_json(path)
+        if document.get("kind") != KIND:
+            raise ValueError(f"{path} is no refinement of the time model; make one with: loka-sim validate --gpu --out DIR")
+        check_version(path, document, SCHEMA_VERSION)
+        if document["hardware"] != base.hardware.name:
+            raise ValueError(f"{path} was made for {document['hardware']}, not {base.hardware.name}")
+        if document["base_fingerprint"] != base.fingerprint:
+            raise ValueError(
+                f"{path} corrects the time model {document['base_fingerprint']}, and this is {base.fingerprint}; "
+                "measure again with: loka-sim validate --gpu"
+            )
+        arrays_path = path.parent / document["arrays"]
+        if not arrays_path.is_file():
+            raise ValueError(f"{arrays_path} is missing; copy the calibration folder whole")
+        data = arrays_path.read_bytes()
+        stated = document.pop("fingerprint", None)
+        intact = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16] == stated
+        if not intact or hashlib.sha256(data).hexdigest() != document["arrays_sha256"]:
+            raise ValueError(f"{arrays_path if intact else path} is truncated or changed; copy the calibration folder again")
+        with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+            arrays = dict(archive)
+        rows = pd.DataFrame({"kernel": np.asarray(document["kernels"], dtype=object)[arrays["kernel"]]})
+        for column in (*SHAPE, "p10_us", "p50_us", "p90_us"):
+            rows[column] = arrays[column]
+        corrections = {}
+        for name, entry in document["corrections"].items():
+            local = None
+            if key := entry.get("local"):
+                parts = (arrays[f"{key}_{what}"] for what in ("at", "residual", "spread"))
+                local = Local(entry["length"], entry["amplitude"], entry["noise"], *parts)
+            coefficients, covariance = (np.asarray(entry[what]) for what in ("coefficients", "covariance"))
+            corrections[name] = Correction(entry["method"], coefficients, covariance, local, entry["spread"])
+        return cls(
+            base, rows, corrections, document["bounds"], document["repeat"],
+            document["accuracy_before"], document["accuracy_after"],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RefinedModel(PerfModel):
+    """A time model with a machine's refinement in it: same use, another fingerprint, other times and intervals."""
+
+    refinement: Refinement | None = None
+
+    @classmethod
+    def of(cls, refinement: Refinement) -> RefinedModel:
+        """The refined model; its manifest has the new kernels too, and what the refinement is under `refinement`."""
+        base = refinement.base
+        kernels = dict(base.manifest["kernels"])
+        for name in sorted(set(refinement.rows["kernel"]) - set(kernels)):
+            sizes = dict(zip(SHAPE, columns_of(refinement.rows[refinement.rows["kernel"] == name]), strict=True))
+            sizes["product"] = sizes["m"] * sizes["n"] * sizes["k"] * sizes["groups"]
+            after = refinement.accuracy_after["kernels"][name]
+            ranges = {key: [float(values.min()), float(values.max())] for key, values in sizes.items()}
+            kernels[name] = {"held_out": after, "range": ranges}
+        summary = {
+            "fingerprint": refinement.fingerprint, "base_fingerprint": base.fingerprint, "rows": len(refinement.rows),
+            "accuracy_before": refinement.accuracy_before, "accuracy_after": refinement.accuracy_after,
+        }  # fmt: skip
+        return cls(base.hardware, base.folder, {**base.manifest, "kernels": kernels, "refinement": summary}, refinement)
+
+    @cached_property
+    def _measured(self) -> dict[str, tuple[pd.MultiIndex, Array]]:
+        """Per kernel: measured shapes, and p50, low and high of another measurement of them."""
+        assert self.refinement is not None
+        result = {}
+        for kernel, part in self.refinement.rows.groupby("kernel"):
+            p10, p50, p90 = (part[name].to_numpy() for name in ("p10_us", "p50_us", "p90_us"))
+            again = 1 + self.refinement.repeat
+            low, high = np.minimum(p10, p50 / again), np.maximum(p90, p50 * again)
+            result[str(kernel)] = (pd.MultiIndex.from_arrays(columns_of(part)), np.stack([p50, low, high], axis=1))
+        return result
+
+    def predict(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """Times of kernel calls, as `PerfModel.predict`; a measured shape has its measured time."""
+        refinement = self.refinement
+        assert refinement is not None
+        new = set(self.manifest["kernels"]) - set(refinement.base.manifest["kernels"])
+        if not len(frame) or not {"kernel", "m", "n", "k"} <= set(frame.columns):
+            return super().predict(frame)
+        old = frame[~frame["kernel"].isin(new)] if new else frame
+        unknown = [name for name in old["kernel"].unique() if name not in self.manifest["kernels"]]
+        if unknown or min(sizes.min() for sizes in columns_of(frame)) < 1:
+            return super().predict(frame)  # which names what is wrong
+        rows = with_base(refinement.base, frame.reset_index(drop=True).assign(kernel=lambda f: f["kernel"].astype(str)))
+        value, scale = apply(refinement.corrections, refinement.base, rows)
+        time = rows["base_us"].to_numpy() * np.exp(value)
+        result = np.empty((len(rows), 3))
+        result[:] = rows[["base_us", "low_us", "high_us"]].to_numpy()
+        for kernel, index in rows.groupby("kernel").indices.items():
+            group = str(rows["group"].iloc[index[0]])
+            if str(kernel) not in refinement.bounds and group not in refinement.bounds:
+                continue  # nothing of its kind was measured: the base's word stands
+            bounds = refinement.bounds.get(str(kernel)) or refinement.bounds[group]
+            result[index] = np.stack([time[index], *interval(time[index], scale[index], bounds)], axis=1)
+            if str(kernel) in self._measured:
+                shapes, values = self._measured[str(kernel)]
+                found = shapes.get_indexer(pd.MultiIndex.from_arrays(columns_of(rows.iloc[index])))
+                result[index[found >= 0]] = values[found[found >= 0]]
+        return pd.DataFrame(result, columns=["time_us", "low_us", "high_us"], index=frame.index)
+
+    def in_range(self, frame: pd.DataFrame) -> pd.Series:
+        """Whether each call lies inside the sizes that the base was fitted to, or was measured here."""
+        inside = super().in_range(frame)
+        values = inside.to_numpy().copy()
+        for kernel, index in frame.reset_index(drop=True).groupby("kernel", observed=True).indices.items():
+            if str(kernel) in self._measured:
+                shapes = pd.MultiIndex.from_arrays(columns_of(frame.iloc[index]))
+                values[index] |= self._measured[str(kernel)][0].get_indexer(shapes) >= 0
+        return pd.Series(values, index=frame.index)
