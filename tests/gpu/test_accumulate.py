@@ -8,16 +8,6 @@ import torch
 
 from numerics import fp8_matmul
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a CUDA GPU of compute capability 9.0",
-    ),
-]
-
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CASES = pytest.importorskip("hil.exactness", reason="hil.exactness imports without triton").CASES
 

@@ -17,19 +17,6 @@ from hil.kernels.transformer_engine import TE_RUNNERS
 from hil.timing import BufferPool
 from perfmodel.kernels import KERNELS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    # torchao 0.17 has an escape sequence that Python 3.12 warns of when it first compiles the file.
-    pytest.mark.filterwarnings("ignore::SyntaxWarning"),
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a CUDA GPU of compute capability 9.0",
-    ),
-]
-
 ADAPTERS = {
     runner.name: runner for runner in (*FBGEMM_RUNNERS, *DEEPGEMM_RUNNERS, *GROUPED_RUNNERS, *TORCHAO_RUNNERS, *TE_RUNNERS)
 }

@@ -7,16 +7,6 @@ from hil.codec import Layout, Packer, Unpacker
 from hil.timing import capture, launches_for, time_interleaved
 from numerics import quantize
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a CUDA GPU of compute capability 9.0",
-    ),
-]
-
 
 @pytest.mark.parametrize(
     "layout", [Layout(64, (5, 0, 3001)), Layout(128, (1000, 1000)), Layout(512, (9, 700)), Layout(96, (77,))], ids=str

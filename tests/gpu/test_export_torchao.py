@@ -15,16 +15,6 @@ from perfmodel.kernels import KERNELS
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torchao 0.17 has docstrings that Python 3.12 warns of when it compiles them
     pytest.importorskip("torchao")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
-    pytest.mark.filterwarnings("ignore:torch.get_autocast_gpu_dtype:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
-        reason="needs a CUDA GPU of compute capability 9.0",
-    ),
-]
 
 BF16 = "torch/bf16"
 PASSES = ("output", "grad_input", "grad_weight")

@@ -10,17 +10,6 @@ from hil.kernels.base import Shape
 from hil.timing import BufferPool, capture, time_interleaved
 from perfmodel import GEMM_KERNELS, KERNELS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a CUDA GPU of compute capability 9.0",
-    ),
-]
-
-
 # Our own and other libraries' kernels, grouped ones and whole layers have tests of their own.
 OF_TORCH = [
     name for name in RUNNERS if KERNELS[name].library == "torch" and "grouped" not in name and KERNELS[name].kind != "linear"

@@ -19,15 +19,6 @@ from hil.timing import BufferPool, capture
 from numerics import fp8_matmul
 from numerics import quantize as reference
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a CUDA GPU of compute capability 9.0",
-    ),
-]
 RUNNERS = (*LOKA_QUANTIZE_RUNNERS, *LOKA_GEMM_RUNNERS)
 
 

@@ -11,15 +11,6 @@ import torch
 from numerics.quantization import fake_quantize, quantize
 from numerics.recipe import Recipe
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a CUDA GPU of compute capability 9.0",
-    ),
-]
 pytest.importorskip("triton", reason="needs triton")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
