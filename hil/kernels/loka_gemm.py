@@ -1,15 +1,13 @@
 """Our own FP8 GEMM: e4m3 (M, K) by e4m3 (N, K), both row-major, to bf16; for the small shapes where cuBLAS is weak.
 
-How a shape is cut is worked out from its size by `plan_of`, never by trial: a shape always gives the same bits, and nothing
-waits for a search in a training step or a CUDA graph. Any M and N; K a multiple of 16.
+How a shape is cut is worked out from its size (`perfmodel.gemm_plan`), never by trial: a shape always gives the same bits, and
+nothing waits for a search in a training step or a CUDA graph. Any M and N; K a multiple of 16.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,74 +15,7 @@ import torch
 
 from hil.kernels.base import E4M3, GEMM_LIMIT, Runner, Shape, product_error
 from hil.timing import BufferPool
-
-_STEP = 128
-_MULTIPROCESSORS = 132
-# Tiles that are tried: rows, columns, steps loaded ahead, warps. Larger ones spill registers where an FP32 sum stands beside
-# the chain: 128 x 256 took 2.5 times as long split as fast.
-_TILES = ((64, 32, 6, 4), (64, 64, 6, 4), (64, 128, 4, 4), (128, 64, 4, 4))
-# Programs per launch that parts of K are to make.
-_PROGRAMS = (66, 132, 198, 264, 396)
-# A fit to 1,115 timings of 38 shapes on an H200, 10% off on average. Its choices take 3.8% longer than the fastest cut timed
-# (geometric mean of the 35 shapes where both were), 15% at most but for 49% on (1024, 512, 65536), which wants a larger tile.
-# In ns: a launch, a step's latency, the second launch, one part's turn in it; bytes and FLOPs of a multiprocessor a ns, bytes of
-# partial sums that all of them move.
-_LAUNCH_NS, _STEP_NS, _SECOND_NS, _PART_NS = 2500.0, 56.0, 480.0, 40.0
-_BYTES_A_NS, _FLOPS_A_NS, _SUMMED_BYTES_A_NS = 81.0, 29000.0, 2000.0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a GEMM is cut.
-
-    Attributes:
-        swapped: The right operand's rows are the tiles' rows: tiles have 64 rows at least.
-        rows: Of a tile of outputs.
-        columns: Of a tile.
-        parts: Parts of K, summed in FP32 from the first to the last.
-        stages: Steps of 128 along K that are loaded ahead.
-        warps: Of a program.
-    """
-
-    swapped: bool
-    rows: int
-    columns: int
-    parts: int
-    stages: int
-    warps: int
-
-
-@functools.cache
-def plan_of(m: int, n: int, k: int) -> Plan:
-    """The plan of a shape: the tile and the parts of K whose time is estimated least.
-
-    The smaller extent is a tile's columns where it is below 64, as the tensor core takes no fewer rows.
-    """
-    swapped = m < 64 and m < n
-    high, wide = (n, m) if swapped else (m, n)
-    plans = []
-    for rows, columns, stages, warps in _TILES:
-        tiles = _ceil(high, rows) * _ceil(wide, columns)
-        wanted = {1} | {min(max(round(programs / tiles), 1), _ceil(k, _STEP)) for programs in _PROGRAMS}
-        plans += [Plan(swapped, rows, columns, len(parts_of(k, parts)), stages, warps) for parts in sorted(wanted)]
-    return min(plans, key=lambda plan: _estimated_ns(high, wide, k, plan))
-
-
-def _estimated_ns(high: int, wide: int, k: int, plan: Plan) -> float:
-    programs = _ceil(high, plan.rows) * _ceil(wide, plan.columns) * plan.parts
-    waves = _ceil(programs, _MULTIPROCESSORS)
-    loaded, computed = (plan.rows + plan.columns) * _STEP, 2 * plan.rows * plan.columns * _STEP
-    step = max(_STEP_NS, waves * loaded / _BYTES_A_NS, waves * computed / _FLOPS_A_NS)
-    time = _LAUNCH_NS + _ceil(_ceil(k, _STEP), plan.parts) * step
-    if plan.parts > 1:
-        time += _SECOND_NS + plan.parts * (_PART_NS + 4 * high * wide / _SUMMED_BYTES_A_NS)
-    return time
-
-
-def parts_of(k: int, parts: int) -> list[slice]:
-    """The parts of K that are summed apart: of whole steps of 128, as even as they get. Some fewer where steps do not suffice."""
-    length = _STEP * _ceil(_ceil(k, _STEP), parts)
-    return [slice(start, min(start + length, k)) for start in range(0, k, length)]
+from perfmodel.gemm_plan import STEP, Plan, parts_of, plan_of
 
 
 def fp8_gemm(
@@ -119,8 +50,8 @@ def fp8_gemm(
     with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
         kernels.gemm_kernel[(tiles, len(pieces))](
             *operands, k, pieces[0].stop, *((1, n) if plan.swapped else (n, 1)),
-            BLOCK_M=plan.rows, BLOCK_N=plan.columns, BLOCK_K=kernels.STEP, STAGES=plan.stages, IMPRECISE=None if fast else _STEP,
-            EVEN=k % _STEP == 0, SPLIT=split, ROWWISE=rowwise, SWAPPED=plan.swapped, OVERLAP=overlap,
+            BLOCK_M=plan.rows, BLOCK_N=plan.columns, BLOCK_K=kernels.STEP, STAGES=plan.stages, IMPRECISE=None if fast else STEP,
+            EVEN=k % STEP == 0, SPLIT=split, ROWWISE=rowwise, SWAPPED=plan.swapped, OVERLAP=overlap,
             num_warps=plan.warps, enable_fp_fusion=False,
         )  # fmt: skip
         if split:
