@@ -177,7 +177,7 @@ def measure_shape(
 
 
 @contextmanager
-def _locked_autotune(lock: AbstractContextManager[Any]) -> Iterator[None]:
+def locked_autotune(lock: AbstractContextManager[Any]) -> Iterator[None]:
     """Hold the lock while torch.compile benchmarks its candidate kernels, so that its choice is not made on a busy GPU."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
@@ -207,7 +207,7 @@ def _worker(index: int, work: Work, lock: Any, queue: Any, deadline: float) -> N
     torch._inductor.config.compile_threads = 1
     torch._dynamo.config.recompile_limit = 256
     pool = BufferPool(elements=2**29, seed=index)
-    with _locked_autotune(lock):
+    with locked_autotune(lock):
         for shape, names in work:
             if time.time() > deadline:
                 break

@@ -376,15 +376,20 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, help="folder for exactness.json (default: print only)")
     parser.add_argument("--minutes", type=float, default=3.0, help="time to spend (default 3)")
+    parser.add_argument("--until", type=float, help="the same as a Unix time, instead of --minutes")
     parser.add_argument("--seed", type=int, help="first seed (default: drawn anew)")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("error: hil.exactness needs a CUDA GPU of compute capability 9.0", file=sys.stderr)
         return 3
     seed = options.seed if options.seed is not None else random.SystemRandom().getrandbits(40)
-    started, end, results = datetime.now(UTC), time.monotonic() + 60 * options.minutes, list[Result]()
-    while time.monotonic() < end:
+    end = options.until if options.until is not None else time.time() + 60 * options.minutes
+    started, results = datetime.now(UTC), list[Result]()
+    # Each kind once, however short the time.
+    while time.time() < end or not results:
         for name, case in CASES.items():
+            if len(results) >= len(CASES) and time.time() > end:
+                break
             seed += 1
             results.append(compare(name, *draw_shape(case, seed), seed))
         print(f"\r{len(results)} GEMMs, {sum(r.unequal for r in results)} unequal outputs", end="", file=sys.stderr, flush=True)

@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from loka_sim.errors import DataError
@@ -22,54 +24,121 @@ if TYPE_CHECKING:
 
 # Of 16 cores or more, what compiles kernels at the same time; measuring is one at a time whatever the number.
 MOST_WORKERS = 15
+# Cores that the workers leave to the process that feeds the GPU, and to what is compiled beside.
+OTHERS = 3
+# What a process that is past its time may take to end by itself.
+GRACE_S = 20.0
+
+Wanted = Mapping["Shape", Sequence[str]]
+"""Shapes in the order of their worth, and the kernels to measure on each."""
 
 
-def run(module: str, arguments: Sequence[str], *, accept: Sequence[int] = (0,), launcher: Sequence[str] = ()) -> int:
-    """Run `python -m MODULE ARGUMENTS`, its standard output on our standard error; ended with us.
+class Child:
+    """`python -m MODULE ARGUMENTS`, its standard output on our standard error; ended with us, and when a block is left."""
 
-    Raises:
-        DataError: it leaves another code than those accepted.
-    """
-    command = [sys.executable, *(launcher or ()), "-m", module, *arguments]
-    paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    child = subprocess.Popen(command, stdout=sys.stderr, env=environment, start_new_session=True)
-    try:
-        code = child.wait()
-    except BaseException:
-        # The whole group: torchrun and the compiling workers are children of the child.
-        os.killpg(child.pid, signal.SIGTERM)
+    def __init__(self, module: str, arguments: Sequence[str], launcher: Sequence[str] = ()) -> None:
+        """Starts it."""
+        command = [sys.executable, *launcher, "-m", module, *arguments]
+        paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        self.module = module
+        self._process = subprocess.Popen(command, stdout=sys.stderr, env=environment, start_new_session=True)
+
+    def __enter__(self) -> Child:
+        """Itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Ends it, and whatever it started."""
+        self.stop()
+
+    def stop(self) -> None:
+        """End it where it still runs: the whole group, for torchrun and compiling workers are its children."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self._process.poll() is None
+
+    def wait(self, accept: Sequence[int] = (0,), seconds: float | None = None) -> int | None:
+        """Its exit code; None where it had not ended after so many seconds and was stopped.
+
+        Raises:
+            DataError: it left another code than those accepted.
+        """
         try:
-            child.wait(10)
+            code = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-        raise
-    if code not in accept:
-        raise DataError(f"python -m {module} ended with code {code}; its last lines above say why")
-    return code
+            self.stop()
+            return None
+        except BaseException:
+            self.stop()
+            raise
+        if code not in accept:
+            raise DataError(f"python -m {self.module} ended with code {code}; its last lines above say why")
+        return code
 
 
-def sweep(folder: Path, family: str, name: str, shapes: Iterable[Shape], seconds: float, kernels: Sequence[str]) -> None:
-    """Measure shapes of a family ('gemm' or 'memory') under those of `kernels` that may run them, in the order given.
+def run(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    accept: Sequence[int] = (0,),
+    launcher: Sequence[str] = (),
+    seconds: float | None = None,
+) -> int | None:
+    """Run a `Child` to its end, or for so many seconds; see `Child.wait`."""
+    with Child(module, arguments, launcher) as child:
+        return child.wait(accept, seconds)
+
+
+def workers() -> int:
+    """Processes that may compile in parallel here."""
+    return min(MOST_WORKERS, max(1, (os.cpu_count() or 1) - OTHERS))
+
+
+def sweep(folder: Path, name: str, wanted: Mapping[str, Wanted], seconds: float) -> None:
+    """Measure shapes of the families 'gemm' and 'memory' side by side: one compiles while the other has the GPU.
 
     What the time does not suffice for is left out; what is in `folder` already is not measured again.
     """
-    shapes = list(shapes)
-    if not shapes or seconds <= 0:
-        return
-    handle, path = tempfile.mkstemp(prefix=f"loka-sim-{name}-", suffix=".csv")
+    until = time.time() + seconds
+    folder.mkdir(parents=True, exist_ok=True)
+    children: list[Child] = []
+    files: list[str] = []
     try:
-        with os.fdopen(handle, "w", newline="") as stream:
-            writer = csv.writer(stream)
-            writer.writerow(("m", "n", "k", "groups"))
-            writer.writerows((s.m, s.n, s.k, s.groups) for s in shapes)
-        workers = min(MOST_WORKERS, max(1, (os.cpu_count() or 1) - 1)) if family == "memory" else 1
-        arguments = [family, "--out", str(folder), "--shapes", path, "--sweep", name]
-        # 1: nothing new was measured, because everything was already or the time was too short.
-        arguments += ["--minutes", f"{seconds / 60:.3f}", "--workers", str(workers), "--kernels", *kernels]
-        run("hil.collect", arguments, accept=(0, 1))
+        for family, shapes in wanted.items():
+            kernels = sorted({kernel for some in shapes.values() for kernel in some})
+            if not kernels or seconds <= 0:
+                continue
+            files.append(_write(name, shapes))
+            arguments = [family, "--out", str(folder), "--shapes", files[-1], "--sweep", name, "--until", f"{until:.2f}"]
+            arguments += ["--workers", str(workers() if family == "memory" else 1), "--lock", str(folder / "gpu.lock")]
+            children.append(Child("hil.collect", [*arguments, "--kernels", *kernels]))
+        for child in children:
+            # 1: nothing new was measured, because everything was already or the time was too short.
+            child.wait((0, 1), max(until - time.time(), 0) + GRACE_S)
     finally:
-        os.unlink(path)
+        for child in children:
+            child.stop()
+        for path in files:
+            os.unlink(path)
+
+
+def _write(name: str, shapes: Wanted) -> str:
+    handle, path = tempfile.mkstemp(prefix=f"loka-sim-{name}-", suffix=".csv")
+    with os.fdopen(handle, "w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(("m", "n", "k", "groups", "kernels"))
+        writer.writerows((s.m, s.n, s.k, s.groups, " ".join(some)) for s, some in shapes.items())
+    return path
 
 
 def timings(folder: Path) -> pandas.DataFrame:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +16,8 @@ from loka_sim.dispatch.decide import flat
 from perfmodel.kernels import KERNELS
 
 if TYPE_CHECKING:
+    import pandas
+
     from loka_sim.whatif import WhatIf
 
 Key = tuple[str, Shape]
@@ -36,23 +40,63 @@ def shape_of(row: Row) -> Shape:
     return Shape(row.m, row.n, row.k, row.groups)
 
 
-def model_shapes(answer: WhatIf) -> dict[str, list[Shape]]:
-    """Every shape that a decision or the step may need, by family; what would change a decision most comes first.
+@dataclass(frozen=True)
+class Work:
+    """What to measure of a model.
+
+    Attributes:
+        wanted: Per family, shapes in the order of their worth, with the kernels to measure on each.
+        worth_us: Per family and shape, microseconds a step that knowing its times exactly is expected to save.
+    """
+
+    wanted: Mapping[str, Mapping[Shape, tuple[str, ...]]]
+    worth_us: Mapping[Key, float]
+
+    def progress(self, before: set[Key], after: set[Key]) -> dict[str, Any]:
+        """How far a stage came that found shapes measured `before` and left those `after`, in words, and whether to the end."""
+        keys = {(family, shape) for family, some in self.wanted.items() for shape in some}
+        new, done, whole = keys & after - before, len(keys & after), sum(self.worth_us.get(key, 0.0) for key in keys - before)
+        saved = sum(self.worth_us.get(key, 0.0) for key in new)
+        note = f"{len(new)} shapes measured, {done} of {len(keys)} in all"
+        if whole > 0:
+            note += f"; by the plan they could save {saved:.1f} of {whole:.1f} us a step"
+        return {"note": note, "complete": done == len(keys)}
+
+
+def model_work(answer: WhatIf, known: Sequence[str]) -> Work:
+    """Everything that a decision or the step may need; what would change a decision most comes first.
 
     A shape's worth is the time that knowing its kernels' times exactly would save in a step (`perfmodel.information`); where
-    that is equal, the time that is spent on it as decided.
+    that is equal, the time that is spent on it as decided. A GEMM's shape is measured under every one of its family's
+    kernels, an operand's under those that a decision or the step may launch.
+
+    Args:
+        answer: The decisions as they stand.
+        known: Kernels that may be measured.
     """
     worth = value_of_shapes(answer)
     spent: dict[Key, float] = defaultdict(float)
     for site in answer.sites:
         for row in (*(row for decided in site.passes.values() for row in decided.rows), *site.around.rows):
             spent[family_of(row), shape_of(row)] += answer.times.of[row].us
-    keys = {(family_of(row), shape_of(row)) for row in answer.times.of}
-    ordered = sorted(keys, key=lambda key: (-worth.get(key, 0.0), -spent[key], key[1].m, key[1].n, key[1].k))
-    result: dict[str, list[Shape]] = {"gemm": [], "memory": []}
+    gemms = tuple(sorted(name for name in known if FAMILIES[KERNELS[name].kind] == "gemm"))
+    kernels: dict[Key, set[str]] = defaultdict(set)
+    for row in answer.times.of:
+        kernels[family_of(row), shape_of(row)].add(row.kernel)
+    ordered = sorted(kernels, key=lambda key: (-worth.get(key, 0.0), -spent[key], key[1].m, key[1].n, key[1].k))
+    wanted: dict[str, dict[Shape, tuple[str, ...]]] = {"gemm": {}, "memory": {}}
     for family, shape in ordered:
-        result[family].append(shape)
-    return result
+        wanted[family][shape] = gemms if family == "gemm" else tuple(sorted(kernels[family, shape]))
+    return Work(wanted, worth)
+
+
+def measured_shapes(rows: pandas.DataFrame) -> set[Key]:
+    """(family, shape) of the model's that rows of a sweep (kernel, m, n, k, groups, sweep) are of."""
+    some = rows[rows["sweep"] == "model"][["kernel", "m", "n", "k", "groups"]].drop_duplicates()
+    return {
+        (FAMILIES[KERNELS[kernel].kind], Shape(int(m), int(n), int(k), int(groups)))
+        for kernel, m, n, k, groups in some.itertuples(index=False)
+    }
 
 
 def value_of_shapes(answer: WhatIf) -> dict[Key, float]:
@@ -90,6 +134,10 @@ def _alternatives(answer: WhatIf, shape: SiteShape, chosen: dict[str, str]) -> l
     return [some for some in found if all(row in answer.times.of for row in some)]
 
 
-def fresh_shapes(seed: int) -> dict[str, list[Shape]]:
-    """Random shapes as LRMs have them, to judge by and never to refine on."""
-    return {"gemm": gemm_shapes(FRESH_GEMMS, seed), "memory": memory_shapes(FRESH_OPERANDS, seed)}
+def fresh_work(seed: int, known: Sequence[str]) -> dict[str, dict[Shape, tuple[str, ...]]]:
+    """Random shapes as LRMs have them, under every known kernel, to judge by and never to refine on."""
+    drawn = {"gemm": gemm_shapes(FRESH_GEMMS, seed), "memory": memory_shapes(FRESH_OPERANDS, seed)}
+    return {
+        family: dict.fromkeys(shapes, tuple(sorted(name for name in known if FAMILIES[KERNELS[name].kind] == family)))
+        for family, shapes in drawn.items()
+    }

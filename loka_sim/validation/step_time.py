@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -40,22 +39,24 @@ def converted_by_torchao(baseline: str) -> Convert:
     return lambda model: convert_to_float8_training(model, config=config, module_filter_fn=wanted)
 
 
-def converted_by_table(table: dict[str, Any]) -> Convert:
-    """The conversion that a dispatch table asks for, through what `loka-sim export` writes; needs torchao."""
-    from loka_sim.dispatch.export import export
+def converted_by_table(table: dict[str, Any]) -> tuple[Convert, list[str]]:
+    """The conversion that a dispatch table asks for, through what `loka-sim export` writes, and what that cannot express."""
+    import torchao  # noqa: F401  (ImportError here, not in the exported code)
 
+    from loka_sim.dispatch.export import export_with_notes
+
+    exported = export_with_notes(table, "torchao")
     module = ModuleType("loka_sim_exported")
     sys.modules[module.__name__] = module  # its dataclasses look their module up
-    exec(compile(export(table, "torchao"), "<exported dispatch table>", "exec"), module.__dict__)
+    exec(compile(exported.text, "<exported dispatch table>", "exec"), module.__dict__)
     convert: Convert = module.__dict__["convert"]
-    return convert
+    return convert, list(exported.notes)
 
 
 def step_of(model: Runnable, convert: Convert) -> Callable[[], None]:
     """One compiled training step's forward and backward, compiled and ready to run."""
     import torch
 
-    torch._dynamo.reset()
     module: nn.Module = convert(model.make())
     compiled = torch.compile(module, dynamic=False)
     inputs = model.inputs()
@@ -70,7 +71,7 @@ def step_of(model: Runnable, convert: Convert) -> Callable[[], None]:
     return step
 
 
-def time_steps(steps: dict[str, Callable[[], None]], turns: int) -> dict[str, list[float]]:
+def time_steps(steps: Mapping[str, Callable[[], None]], turns: int) -> dict[str, list[float]]:
     """Milliseconds of each step, per turn; the variants alternate."""
     import torch
 
@@ -88,40 +89,7 @@ def time_steps(steps: dict[str, Callable[[], None]], turns: int) -> dict[str, li
     return samples
 
 
-def measure_steps(
-    model: Runnable, converts: dict[str, Convert], deadline: float, turns: int = 10
-) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Time a model's step in several variants.
-
-    Args:
-        model: What to run.
-        converts: Conversion per variant, in the order of their worth: the first are compiled first.
-        deadline: `time.monotonic()` after which no further variant is compiled.
-        turns: Samples of each variant.
-
-    Returns:
-        Per variant p10, p50 and p90 in milliseconds, and a line for each variant that was left out.
-    """
-    import torch
-
-    torch._dynamo.config.recompile_limit = 512
-    steps: dict[str, Callable[[], None]] = {}
-    left_out = []
-    for name, convert in converts.items():
-        if steps and time.monotonic() > deadline:
-            left_out.append(f"{name}: out of time before it was compiled")
-            continue
-        started = time.monotonic()
-        try:
-            steps[name] = step_of(model, convert)
-        except (RuntimeError, ValueError, ImportError, torch.cuda.OutOfMemoryError) as error:
-            left_out.append(f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
-            continue
-        print(f"  step, {name}: compiled in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-    samples = time_steps(steps, turns)
-    return {name: _quantiles(values) for name, values in samples.items()}, left_out
-
-
-def _quantiles(values: list[float]) -> dict[str, float]:
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """p10, p50 and p90 of samples in milliseconds."""
     tenths = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0]] * 9
     return {"p10_ms": tenths[0], "p50_ms": statistics.median(values), "p90_ms": tenths[8]}

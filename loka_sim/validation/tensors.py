@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -103,8 +102,8 @@ def _matrices(seen: dict[str, list[Tensor]]) -> dict[str, tuple[Tensor, Tensor, 
     }
 
 
-def compare(observed: Observed, deadline: float) -> list[dict[str, Any]]:
-    """Measure every FP8 kernel on every pass of every site, until the deadline; a row each for the document.
+def compare(observed: Observed, deadline: float) -> tuple[list[dict[str, Any]], int]:
+    """Measure every FP8 kernel on every pass of every site, until the deadline: a row each for the document, sites seen.
 
     Sites take turns from both ends of the model, so that a short time sees its first and its last layers.
     """
@@ -115,10 +114,11 @@ def compare(observed: Observed, deadline: float) -> list[dict[str, Any]]:
     errors, rows = Errors(), list[dict[str, Any]]()
     names = [name for name in observed.tensors if name in observed.statistics]
     ordered = [name for pair in zip(names, reversed(names), strict=True) for name in pair]
-    for done, name in enumerate(dict.fromkeys(ordered)):
-        if time.monotonic() > deadline:
-            print(f"  out of time after {done} of {len(names)} sites", file=sys.stderr)
+    seen = 0
+    for name in dict.fromkeys(ordered):
+        if seen and time.monotonic() > deadline:
             break
+        seen += 1
         x, w, g = (tensor.cuda().bfloat16() for tensor in observed.tensors[name])
         m, k, n = x.shape[0], x.shape[1], w.shape[0]
         shape = SiteShape((("output", m, n, k, 1), ("grad_input", m, k, n, 1), ("grad_weight", n, k, m, 1)))
@@ -140,7 +140,7 @@ def compare(observed: Observed, deadline: float) -> list[dict[str, Any]]:
                     "predicted_sqnr_db": error.sqnr_db, "measured_mere": found.mere, "predicted_mere": error.mere,
                 }
             )  # fmt: skip
-    return rows
+    return rows, seen
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -34,39 +34,40 @@ def answer():
 class MadeUp:
     """A machine whose kernels take the shipped model's times, slower by kind, with noise of 1%; counts what it is asked."""
 
-    def __init__(self, stop_at=None):
-        self.asked, self.stop_at = [], stop_at
+    def __init__(self, stop_at=None, shapes=60):
+        self.asked, self.stop_at, self.shapes = [], stop_at, shapes
 
-    def sweep(self, folder, family, name, shapes, seconds, kernels):
+    def sweep(self, folder, name, wanted, seconds):
         import perfmodel
         from hil.collect import FAMILIES, legal_runners
 
-        self.asked.append((family, name))
+        self.asked.append(name)
         if len(self.asked) == self.stop_at:
             raise KeyboardInterrupt
         assert seconds > 0
         model = perfmodel.load("h200")
-        rows = [
-            (runner.name, s.m, s.n, s.k, s.groups)
-            for s in list(shapes)[:60]
-            for runner in legal_runners(s, FAMILIES[family])
-            if runner.name in kernels
-        ]
-        frame = pd.DataFrame(rows, columns=["kernel", "m", "n", "k", "groups"])
-        slower = frame["kernel"].map(lambda kernel: SLOWER[KERNELS[kernel].kind])
-        noise = np.random.default_rng(len(self.asked)).normal(1, 0.01, len(frame))
-        frame["p50_us"] = model.predict(frame)["time_us"] * slower * noise
-        frame = frame.assign(p10_us=0.99 * frame["p50_us"], p90_us=1.01 * frame["p50_us"], sweep=name, eager_us=np.nan)
-        path = folder / f"{family}.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        known = [pd.read_parquet(path)] if path.is_file() else []
-        pd.concat([*known, frame], ignore_index=True).drop_duplicates(
-            ["kernel", "m", "n", "k", "groups", "sweep"], ignore_index=True
-        ).to_parquet(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        for family, shapes in wanted.items():
+            rows = [
+                (runner.name, s.m, s.n, s.k, s.groups)
+                for s, kernels in list(shapes.items())[: self.shapes]
+                for runner in legal_runners(s, FAMILIES[family])
+                if runner.name in kernels
+            ]
+            frame = pd.DataFrame(rows, columns=["kernel", "m", "n", "k", "groups"])
+            slower = frame["kernel"].map(lambda kernel: SLOWER[KERNELS[kernel].kind])
+            noise = np.random.default_rng(len(self.asked)).normal(1, 0.01, len(frame))
+            frame["p50_us"] = model.predict(frame)["time_us"] * slower * noise
+            frame = frame.assign(p10_us=0.99 * frame["p50_us"], p90_us=1.01 * frame["p50_us"], sweep=name, eager_us=np.nan)
+            path = folder / f"{family}.parquet"
+            known = [pd.read_parquet(path)] if path.is_file() else []
+            pd.concat([*known, frame], ignore_index=True).drop_duplicates(
+                ["kernel", "m", "n", "k", "groups", "sweep"], ignore_index=True
+            ).to_parquet(path)
 
     def run(self, module, arguments, accept=(0,), launcher=()):
         assert module == "hil.exactness"
-        self.asked.append(("numerics", "sampled"))
+        self.asked.append("sampled")
         folder = arguments[arguments.index("--out") + 1]
         rows = [{"kernel": "torch/fp8_rowwise_fast", "shapes": 9, "outputs": 9000, "unequal": 0}]
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -106,8 +107,7 @@ def test_the_document_is_whole_and_fits_its_schema(validated):
     assert problem(document, "validation") is None
     assert json.loads((folder / "validation.json").read_text()) == json.loads(json.dumps(document))
     assert document["step"] is None and document["numerics"]["tensors"] == []
-    assert machine.asked[0] == ("numerics", "sampled")
-    assert [entry for entry in machine.asked if entry[1] == "fresh"] == [("gemm", "fresh"), ("memory", "fresh")]
+    assert machine.asked == ["sampled", "model", "model", "fresh"]
     assert (folder / "report.html").read_text().startswith("<!")
     assert loka_sim.load_table(folder)["model"]["batch"] == 512
 
@@ -157,14 +157,13 @@ def test_policies_cost_what_their_launches_cost(validated):
 
 def test_killed_in_the_middle_it_goes_on_where_it_was(validated, spec_file, tmp_path, monkeypatch):
     folder = tmp_path / "killed"
-    first = on(MadeUp(stop_at=4), monkeypatch)
+    first = on(MadeUp(stop_at=3), monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         loka_sim.validate(spec_file, out=folder, batch=512, minutes=2)
     assert not (folder / "validation.json").exists()
     second = on(MadeUp(), monkeypatch)
     loka_sim.validate(spec_file, out=folder, batch=512, minutes=2)
-    assert ("numerics", "sampled") in first.asked and ("numerics", "sampled") not in second.asked
-    assert second.asked == [(family, name) for name in ("model", "fresh") for family in ("gemm", "memory")]
+    assert first.asked == ["sampled", "model", "model"] and second.asked == ["model", "fresh"]
     third = on(MadeUp(), monkeypatch)
     document = loka_sim.validate(spec_file, out=folder, batch=512, minutes=2)
     assert third.asked == []
@@ -184,12 +183,16 @@ def test_a_folder_of_something_else_is_left_alone(spec_file, tmp_path, monkeypat
 
 
 def test_what_would_change_a_decision_is_measured_first(answer):
-    shapes = plan.model_shapes(answer)
-    worth = plan.value_of_shapes(answer)
-    ordered = [worth.get(("gemm", shape), 0.0) for shape in shapes["gemm"]]
+    work = plan.model_work(answer, list(KERNELS))
+    ordered = [work.worth_us.get(("gemm", shape), 0.0) for shape in work.wanted["gemm"]]
     assert ordered == sorted(ordered, reverse=True) and ordered[0] > 0
     rows = {(plan.family_of(row), plan.shape_of(row)) for row in answer.times.of}
-    assert {(family, shape) for family, some in shapes.items() for shape in some} == rows
+    assert {(family, shape) for family, some in work.wanted.items() for shape in some} == rows
+    # An operand under what may be launched on it; a GEMM under all there is.
+    operand = next(row for row in answer.times.of if KERNELS[row.kernel].kind == "quantize")
+    assert operand.kernel in work.wanted["memory"][plan.shape_of(operand)]
+    assert all("torch/bf16" in kernels for kernels in work.wanted["gemm"].values())
+    assert not any(KERNELS[name].kind == "gemm" for kernels in work.wanted["memory"].values() for name in kernels)
 
 
 def test_regret_against_a_search_of_its_own(answer):

@@ -1,0 +1,141 @@
+"""What a validation found, as its document, its report and the new dispatch table."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import loka_sim
+from loka_sim.files import write_text_atomic
+from loka_sim.validation.request import Request
+
+if TYPE_CHECKING:
+    import pandas
+
+    from loka_sim.whatif import WhatIf
+
+KIND = "loka-sim/validation"
+SCHEMA_VERSION = 1
+DOCUMENT, REPORT = "validation.json", "report.html"
+LABELS = {
+    "best": "measured best", "before": "decision before", "after": "decision after",
+    "cross_validated": "decision, cross-validated",
+    "bf16": "bf16", "naive_tensorwise": "all FP8, tensorwise", "naive_rowwise": "all FP8, rowwise",
+    "filter_tensorwise": "torchao filter, tensorwise", "filter_rowwise": "torchao filter, rowwise",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Whose findings they are.
+
+    Attributes:
+        request: What was asked.
+        folder: The calibration, and where everything is left.
+        before: The what-if by the shipped models.
+        after: By the refined ones.
+        machine: Fingerprint.
+        command: For the record.
+    """
+
+    request: Request
+    folder: Path
+    before: WhatIf
+    after: WhatIf
+    machine: dict[str, Any]
+    command: list[str]
+
+
+def finish(
+    found: Findings,
+    numerics: dict[str, Any],
+    refinement: Any,
+    rows: pandas.DataFrame,
+    step: dict[str, Any] | None,
+    stages: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Write the document, the report and the new dispatch table.
+
+    Args:
+        found: Whose.
+        numerics: The document's part on numerics.
+        refinement: Of the time model; None where nothing was measured.
+        rows: All measured rows.
+        step: Medians per variant, and a note; None where no step was run.
+        stages: The document's stages.
+
+    Returns:
+        The document.
+    """
+    from loka_sim.cli.output import render_json
+    from loka_sim.dispatch import table
+    from loka_sim.report.validation_view import render_validation
+    from loka_sim.validation import judge
+    from loka_sim.validation.libraries import libraries
+    from loka_sim.validation.times import time_part
+
+    request, folder, after = found.request, found.folder, found.after
+    timed = None if refinement is None else time_part(request.hardware, folder, rows, refinement)
+    dispatch = None if refinement is None else dispatch_part(found.before, after, refinement, rows)
+    run = step_part(step, found.before, after)
+    tolerances = judge.tolerances(numerics, timed, dispatch, run)
+    document = {
+        "schema_version": SCHEMA_VERSION, "kind": KIND, "loka_sim_version": loka_sim.__version__, "command": found.command,
+        "settings": {**asdict(request), "mods": list(request.mods)}, "machine": found.machine, "libraries": libraries(),
+        "stages": stages, "numerics": numerics, "time": timed, "dispatch": dispatch, "step": run,
+        "whatif": {"before": headline(found.before), "after": headline(after)},
+        "tolerances": tolerances, "verdict": judge.verdict(tolerances),
+    }  # fmt: skip
+    write_text_atomic(folder / table.FILE_NAME, render_json(table.from_whatif(after.to_dict())) + "\n")
+    write_text_atomic(folder / REPORT, render_validation(document))
+    write_text_atomic(folder / DOCUMENT, render_json(document) + "\n")
+    return document
+
+
+def dispatch_part(before: WhatIf, after: WhatIf, refinement: Any, rows: pandas.DataFrame) -> dict[str, Any]:
+    """What decisions cost as measured."""
+    from loka_sim.validation.regret import changes, measured_times, policies_of, regrets
+    from loka_sim.validation.times import decided_unseen
+
+    measured = measured_times(rows[rows["sweep"] == "model"])
+    unseen = decided_unseen(after, refinement)
+    policies = policies_of({"before": before, "after": after})
+    found = regrets(before, measured, {**policies, "cross_validated": unseen})
+    order = ["best", "before", "cross_validated", "after", *list(policies)[2:]]
+    by_name = {row["name"]: row for row in found.rows(LABELS)}
+    note = "`cross-validated` decides every site by times predicted without its own shapes; `after` knows them"
+    return {
+        "sites": found.sites, "of_sites": found.of_sites, "passes": found.passes,
+        "policies": [by_name[name] for name in order if name in by_name],
+        "changes": changes(before, after, measured), "note": note,
+    }  # fmt: skip
+
+
+def step_part(step: dict[str, Any] | None, before: WhatIf, after: WhatIf) -> dict[str, Any] | None:
+    """Measured steps beside those predicted."""
+    if not step or "bf16" not in step["medians"]:
+        return None
+    predicted = [{s.name: s.speedup for s in answer.steps} for answer in (before, after)]
+    bf16 = step["medians"]["bf16"]["p50_ms"]
+    variants = [
+        {
+            "name": name, "label": "decision, exported" if name == "decision" else LABELS[name],
+            "measured_ms": found["p50_ms"], "speedup": bf16 / found["p50_ms"],
+            **{
+                f"predicted_{when}": {"speedup": some[name].us, "low": some[name].low_us, "high": some[name].high_us}
+                for when, some in zip(("before", "after"), predicted, strict=True)
+            },
+        }
+        for name, found in step["medians"].items()
+    ]  # fmt: skip
+    return {"variants": variants, "predicted_bf16_ms": after.steps[0].total.us / 1e3, "note": step["note"]}
+
+
+def headline(answer: WhatIf) -> dict[str, Any]:
+    """The what-if in five figures."""
+    decision = answer.decision
+    return {
+        "step_us": decision.total.us, "speedup": decision.speedup.us, "low": decision.speedup.low_us,
+        "high": decision.speedup.high_us, "fp8_passes": decision.fp8_passes,
+    }  # fmt: skip

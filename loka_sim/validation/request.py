@@ -1,0 +1,46 @@
+"""What a validation is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from loka_sim.whatif import WhatIf
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is validated; a folder holds one.
+
+    Attributes:
+        model: As `whatif` takes it.
+        batch: Samples per GPU.
+        mods: Changes to the model.
+        hardware: Whose shipped timings are validated.
+        statistics: As given; None for the default.
+        minutes: Time to spend.
+        seed: Of the fresh shapes and samples.
+        max_mere: As in `whatif`.
+        min_speedup: As in `whatif`.
+    """
+
+    model: str
+    batch: int
+    mods: tuple[str, ...]
+    hardware: str
+    statistics: str | None
+    minutes: float
+    seed: int
+    max_mere: float = 0.2
+    min_speedup: float = 1.05
+
+    def answer(self, calibration: Path | None = None) -> WhatIf:
+        """The what-if of this request."""
+        from loka_sim.whatif import whatif
+
+        return whatif(
+            self.model, batch=self.batch, hardware=self.hardware, statistics=self.statistics, mods=self.mods,
+            max_mere=self.max_mere, min_speedup=self.min_speedup, calibration=calibration,
+        )  # fmt: skip

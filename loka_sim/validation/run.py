@@ -1,0 +1,286 @@
+"""One validation under way: its stages against one deadline, what each leaves in the folder, and what is made of it all."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loka_sim import calibration
+from loka_sim.errors import UserError
+from loka_sim.files import write_text_atomic
+from loka_sim.validation import measuring
+from loka_sim.validation.budget import Budget
+from loka_sim.validation.document import Findings, finish
+from loka_sim.validation.measuring import read_json
+from loka_sim.validation.request import Request
+
+if TYPE_CHECKING:
+    from hil.kernels.base import Shape
+    from loka_sim.validation.runnable import Runnable
+    from loka_sim.validation.stepper import Stepper
+    from loka_sim.validation.tensors import Observed
+    from loka_sim.whatif import WhatIf
+
+REQUEST = "request.json"
+TITLES = {
+    "sampled": "numerics, sampled", "tensors": "numerics, the model's tensors",
+    "times_first": "times of the model's shapes, first half", "times_second": "times of the model's shapes, second half",
+    "times_fresh": "times of fresh shapes", "step": "the whole model's step",
+}  # fmt: skip
+# What the step's process may take beyond its deadline, as a part of the whole time.
+OVERTIME = 0.1
+
+
+class Validation:
+    """One validation.
+
+    Args:
+        request: What is asked.
+        folder: Of everything that it leaves.
+        before: The what-if of the shipped models.
+        command: For the record.
+        budget: The time that is left.
+    """
+
+    def __init__(self, request: Request, folder: Path, before: WhatIf, command: list[str], budget: Budget) -> None:
+        """Nothing runs yet."""
+        self.request, self.folder, self.before, self.command, self.budget = request, folder, before, command, budget
+        self.stages: list[dict[str, Any]] = []
+        self.timings = folder / "timings"
+
+    def run(self) -> dict[str, Any]:
+        """Measure, compare, refine, decide again, write; the document."""
+        from hil.fingerprint import fingerprint
+
+        machine = fingerprint()
+        self._claim(machine)
+        model = self._runnable()
+        observed = _Later(lambda: self._observe(model)) if model and not self._left("tensors") else None
+        stepper = self._stepper() if model and not self._left("step") else None
+        try:
+            sampled = self._stage("sampled", self._sampled)
+            tensors = self._stage("tensors", lambda s: self._tensors(observed, s)) if model else None
+            for half in ("first", "second"):
+                self._stage(f"times_{half}", lambda s, half=half: self._times(half, s))  # type: ignore[misc]
+            numerics = self._numerics(sampled, tensors)
+            after, refinement = self._refine(machine, numerics)
+            if stepper:
+                stepper.decide(_table(after))
+            self._stage("times_fresh", self._fresh)
+            step = self._stage("step", lambda s: self._step(stepper)) if model else None
+        finally:
+            if stepper:
+                stepper.child.stop()
+        found = Findings(self.request, self.folder, self.before, after, machine, self.command)
+        return finish(found, numerics, refinement, measuring.timings(self.timings), step, self.stages)
+
+    def _claim(self, machine: dict[str, Any]) -> None:
+        """Take the folder, or go on in it where it holds the same request on the same kind of machine."""
+        wanted = {**asdict(self.request), "mods": list(self.request.mods), "gpu": machine["gpu"], "torch": machine["torch"]}
+        path = self.folder / REQUEST
+        if self.folder.is_dir() and any(self.folder.iterdir()):
+            found = read_json(path)
+            if found is None:
+                raise UserError(f"--out {self.folder} holds other files; choose a new folder")
+            differing = [key for key in wanted if found.get(key) != wanted[key] and key != "minutes"]
+            if differing:
+                key = differing[0]
+                other = f"a validation with {key} {found.get(key)!r}, not {wanted[key]!r}"
+                raise UserError(f"--out {self.folder} holds {other}; choose a new folder")
+            self._say(f"going on in {self.folder}")
+        write_text_atomic(path, json.dumps(wanted, indent=1) + "\n")
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def _left(self, name: str) -> dict[str, Any] | None:
+        """What an earlier run left of a stage."""
+        return read_json(self.folder / "stages" / f"{name}.json")
+
+    def _stage(self, name: str, work: Callable[[float], Any]) -> Any:
+        """The stage's result: as left by an earlier run, or worked out and left now; None where no time was left for it."""
+        found = self._left(name)
+        if found is not None:
+            self.budget.done(name)
+        else:
+            seconds = self.budget.begin(name)
+            if seconds is None:
+                self._say(f"{TITLES[name]}: cut, {max(self.budget.left(), 0):.0f} s are left")
+                self.stages.append({"name": TITLES[name], "seconds": 0.0, "complete": False, "note": "no time was left for it"})
+                return None
+            self._say(f"{TITLES[name]}, {seconds:.0f} s of {self.budget.left():.0f} s ...")
+            started = time.monotonic()
+            result = work(seconds)
+            found = {"seconds": time.monotonic() - started, "result": result}
+            write_text_atomic(self.folder / "stages" / f"{name}.json", json.dumps(found) + "\n")
+        told = found["result"] if isinstance(found["result"], dict) else {}
+        self.stages.append({
+            "name": TITLES[name], "seconds": found["seconds"], "complete": told.get("complete", True), "note": told.get("note"),
+        })  # fmt: skip
+        return found["result"]
+
+    def _runnable(self) -> Runnable | None:
+        from loka_sim.validation.runnable import runnable
+
+        found = runnable(self.request.model, self.request.batch, self.request.mods)
+        if found is None:
+            self.budget.done("tensors")
+            self.budget.done("step")
+        return found
+
+    def _stepper(self) -> Stepper:
+        """Starts to compile at once: what is measured until the step's turn needs the GPU, and other cores."""
+        from loka_sim.validation.stepper import Stepper
+
+        request = self.request
+        seconds = self.budget.left()
+        return Stepper(request.model, request.batch, request.mods, self.folder / "step", seconds, self.timings / "gpu.lock")
+
+    def _sampled(self, seconds: float) -> list[dict[str, Any]]:
+        """Bit for bit on sampled distributions, every recipe in turn; at least once each."""
+        target = self.folder / "stages"
+        arguments = ["--out", str(target), "--until", f"{time.time() + seconds:.2f}", "--seed", str(self.request.seed + 1)]
+        measuring.run("hil.exactness", arguments, accept=(0, 1))
+        rows = (read_json(target / "exactness.json") or {}).get("rows", [])
+        return [
+            {
+                "kernel": row["kernel"], "gemms": row["shapes"], "outputs": row["outputs"], "unequal": row["unequal"],
+                "bit_equal": 1 - row["unequal"] / row["outputs"],
+            }
+            for row in rows
+        ]  # fmt: skip
+
+    def _observe(self, model: Runnable) -> Observed | str:
+        """Tensors of the model's own, or why there are none; on the CPU."""
+        from loka_sim.validation import tensors
+
+        if model.zoo is not None:
+            return tensors.observe_zoo(model.zoo, self.request.mods, self.request.seed)
+        try:
+            return tensors.observe_users(model)
+        except (RuntimeError, ValueError, TypeError) as error:
+            reason = (str(error).splitlines() or [""])[0][:200]
+            return f"the model's own tensors could not be taken: {type(error).__name__}: {reason}"
+
+    def _tensors(self, later: _Later | None, seconds: float) -> dict[str, Any]:
+        from loka_sim.validation import tensors
+
+        deadline = time.monotonic() + seconds
+        assert later is not None  # or there would be a result already
+        observed = later.result()
+        if isinstance(observed, str):
+            return {"rows": [], "note": observed, "complete": False}
+        rows, seen = tensors.compare(observed, deadline)
+        note = f"{observed.origin}; {seen} of {len(observed.tensors)} sites"
+        return {"rows": rows, "note": note, "complete": seen == len(observed.tensors)}
+
+    def _numerics(self, sampled: list[dict[str, Any]] | None, tensors: dict[str, Any] | None) -> dict[str, Any]:
+        from loka_sim.validation.tensors import summary
+
+        rows = tensors["rows"] if tensors else []
+        note = tensors["note"] if tensors else "none of the model's own tensors"
+        return {"sampled": sampled or [], "tensors": rows, "summary": summary(rows), "note": note}
+
+    def _times(self, half: str, seconds: float) -> dict[str, Any]:
+        """Measure the model's shapes, in the order in which they would change a decision as it is known now."""
+        from loka_sim.validation.plan import model_work
+
+        until = time.monotonic() + seconds
+        answer = self.before if half == "first" else self._refined_answer()
+        work = model_work(answer, self._known())
+        before = self._measured()
+        measuring.sweep(self.timings, "model", work.wanted, until - time.monotonic())
+        return work.progress(before, self._measured())
+
+    def _measured(self) -> set[tuple[str, Shape]]:
+        """(family, shape) of the model's that were measured."""
+        from loka_sim.validation.plan import measured_shapes
+
+        return measured_shapes(measuring.timings(self.timings))
+
+    def _fresh(self, seconds: float) -> dict[str, Any]:
+        from loka_sim.validation.plan import fresh_work
+
+        measuring.sweep(self.timings, "fresh", fresh_work(self.request.seed + 104_729, self._known()), seconds)
+        rows = measuring.timings(self.timings)
+        some = rows[rows["sweep"] == "fresh"]
+        return {"note": f"{len(some)} times of {len(some[['m', 'n', 'k', 'groups']].drop_duplicates())} shapes"}
+
+    def _known(self) -> list[str]:
+        """Kernels that the time model knows and a decision may take: of others there is no prediction to judge."""
+        import perfmodel
+
+        return list(perfmodel.load(self.request.hardware).manifest["kernels"])
+
+    def _refined_answer(self) -> WhatIf:
+        """Decide with the time model as refined so far."""
+        refinement = self._refinement()
+        if refinement is None:
+            return self.before
+        refinement.save(self.folder)
+        calibration.save_manifest(self.folder, self.request.hardware, {}, self.command, {"complete": False})
+        return self.request.answer(self.folder)
+
+    def _refinement(self) -> Any:
+        import perfmodel
+        from perfmodel.refine import refine
+
+        base = perfmodel.load(self.request.hardware)
+        rows = measuring.timings(self.timings)
+        rows = rows[(rows["sweep"] == "model") & rows["kernel"].isin(list(base.manifest["kernels"]))]
+        return refine(base, rows) if len(rows) else None
+
+    def _refine(self, machine: dict[str, Any], numerics: dict[str, Any]) -> tuple[WhatIf, Any]:
+        """The calibration, and the decision that it gives."""
+        from loka_sim.validation.tensors import corrections
+
+        self._say("refining both models ...")
+        calibration.save_numerics(self.folder, corrections(numerics["tensors"]), numerics["summary"])
+        refinement = self._refinement()
+        if refinement is None:
+            calibration.save_manifest(self.folder, self.request.hardware, machine, self.command, {"timings": 0})
+            return self.before, None
+        refinement.save(self.folder)
+        made_from = {"timings": len(refinement.rows), "gemms_compared": len(numerics["tensors"])}
+        calibration.save_manifest(self.folder, self.request.hardware, machine, self.command, made_from)
+        return self.request.answer(self.folder), refinement
+
+    def _step(self, stepper: Stepper | None) -> dict[str, Any]:
+        assert stepper is not None  # or there would be a result already
+        found = stepper.result(max(self.budget.left(), 0.0) + OVERTIME * 60 * self.request.minutes)
+        notes = [*found.get("notes", []), *found["left_out"]]
+        return {"medians": found["medians"], "note": "; ".join(notes) or None, "complete": not found["left_out"]}
+
+
+class _Later:
+    """Work that goes on while others are waited for."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            self._result = work()
+        except BaseException as error:  # whoever asks for the result has it
+            self._error = error
+
+    def result(self) -> Any:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def _table(after: WhatIf) -> dict[str, Any] | None:
+    from loka_sim.dispatch.table import from_whatif
+
+    return from_whatif(after.to_dict()) if after.pays else None

@@ -1,0 +1,184 @@
+"""The whole model's step, compiled in a process of its own while kernels are measured, and timed when all else is quiet.
+
+    python -m loka_sim.validation.stepper MODEL --batch N --folder DIR --deadline UNIX
+
+compiles bf16 at once, the decision as soon as its table lies in the folder, and then, or while it waits, what a user would
+run without it. It times the variants in turn when it is told to, and writes `medians.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from loka_sim.errors import LokaSimError
+from loka_sim.files import write_text_atomic
+from loka_sim.validation.measuring import Child, read_json
+
+BASELINES = ("filter_tensorwise", "naive_tensorwise")
+TURNS, FEW_TURNS = 10, 3
+# How long past the deadline the decision's step may still be begun to compile, as a part of what bf16's took.
+OVERTIME = 0.35
+TABLE, GO, RESULT = "table.json", "go.json", "medians.json"
+# What timing takes, and what its process may take to write and to leave.
+TIMING_S = 6.0
+
+
+class Stepper:
+    """The process, as a validation starts it and talks to it through a folder.
+
+    Args:
+        model: As `validation.runnable` takes it.
+        batch: Samples.
+        mods: Of a zoo model.
+        folder: Emptied.
+        deadline: Seconds from now until the timings shall be there.
+        lock: File of the GPU's lock.
+    """
+
+    def __init__(self, model: str, batch: int, mods: Sequence[str], folder: Path, deadline: float, lock: Path) -> None:
+        """Starts it."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        arguments = [model, "--batch", str(batch), "--mods", ",".join(mods), "--folder", str(folder), "--lock", str(lock)]
+        self.child = Child("loka_sim.validation.stepper", [*arguments, "--deadline", f"{time.time() + deadline:.1f}"])
+
+    def decide(self, table: dict[str, Any] | None) -> None:
+        """Hand over the decision, or None where it is bf16 everywhere."""
+        write_text_atomic(self.folder / TABLE, json.dumps({"table": table}) + "\n")
+
+    def result(self, seconds: float) -> dict[str, Any]:
+        """Have all that is compiled timed; at most about so many seconds later: medians and what was left out.
+
+        A process that failed or was too slow left what it had timed before.
+        """
+        write_text_atomic(self.folder / GO, "{}\n")
+        with self.child as child:
+            code = child.wait(range(256), seconds)
+        found = read_json(self.folder / RESULT) or {"medians": {}, "left_out": []}
+        if code is None:
+            found["left_out"].append("what was being compiled when the time was over")
+        elif code:
+            found["left_out"].append(f"the process that runs the steps ended with code {code}; its last lines say why")
+        return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The process."""
+    parser = argparse.ArgumentParser(prog="python -m loka_sim.validation.stepper", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--mods", default="")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--deadline", type=float, required=True, help="Unix time")
+    parser.add_argument("--lock", type=Path, required=True)
+    options = parser.parse_args(arguments)
+
+    import torch
+
+    from hil.collect import locked_autotune
+    from hil.lock import GpuLock
+    from loka_sim.validation.runnable import runnable
+
+    torch._dynamo.config.recompile_limit = 512
+    model = runnable(options.model, options.batch, [mod for mod in options.mods.split(",") if mod])
+    if model is None:
+        parser.error(f"of {options.model} there is only a specification; a step needs the model")
+    lock = GpuLock(options.lock)
+    with locked_autotune(lock):
+        Variants(model, options.folder, options.deadline, lock).run()
+    return 0
+
+
+class Variants:
+    """The steps of one model, compiled in the order of their worth.
+
+    Args:
+        model: What to run.
+        folder: Where the decision comes from, and the result goes.
+        deadline: Unix time.
+        lock: Of the GPU.
+    """
+
+    def __init__(self, model: Any, folder: Path, deadline: float, lock: contextlib.AbstractContextManager[Any]) -> None:
+        """Nothing runs yet."""
+        self.model, self.folder, self.deadline, self.lock = model, folder, deadline, lock
+        self.steps: dict[str, Callable[[], None]] = {}
+        self.left_out: list[str] = []
+        self.notes: list[str] = []
+        self.slowest = 0.0
+
+    def run(self) -> None:
+        """Compile what there is, as it comes; time all when told to."""
+        from loka_sim.validation import step_time
+
+        self._compile("bf16", lambda: step_time.as_it_is)
+        self._time(FEW_TURNS)
+        waiting = ["decision", *BASELINES] if self.steps else []
+        while waiting:
+            decided = read_json(self.folder / TABLE)
+            # What needs no decision is compiled while that is awaited, and after it.
+            name = next((name for name in waiting if decided or name != "decision"), None)
+            if name is None:
+                if (self.folder / GO).exists() or time.time() > self.deadline:
+                    break
+                time.sleep(0.2)
+                continue
+            waiting.remove(name)
+            if name == "decision":
+                table = (decided or {})["table"]
+                if table is not None and self._fits(name, (1 - OVERTIME) * self.slowest):
+                    self._compile(name, lambda: self._decided(table))  # noqa: B023
+                    self._time(FEW_TURNS)
+            elif self._fits(name, self.slowest):
+                self._compile(name, lambda: step_time.converted_by_torchao(name))  # noqa: B023
+        while not (self.folder / GO).exists() and time.time() < self.deadline:
+            time.sleep(0.1)
+        self._time(TURNS)
+
+    def _decided(self, table: dict[str, Any]) -> Any:
+        from loka_sim.validation.step_time import converted_by_table
+
+        convert, self.notes = converted_by_table(table)
+        return convert
+
+    def _fits(self, name: str, seconds: float) -> bool:
+        fits = time.time() + seconds + TIMING_S <= self.deadline
+        if not fits:
+            self.left_out.append(f"{name}: no time was left to compile it")
+        return fits
+
+    def _compile(self, name: str, conversion: Callable[[], Any]) -> None:
+        from loka_sim.validation.step_time import step_of
+
+        started = time.monotonic()
+        try:
+            self.steps[name] = step_of(self.model, conversion())
+        except ImportError:
+            self.left_out.append(f"{name}: torchao is not installed; pip install 'torchao>=0.17'")
+        except (LokaSimError, RuntimeError, ValueError, TypeError, AssertionError) as error:
+            self.left_out.append(f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
+        else:
+            self.slowest = max(self.slowest, time.monotonic() - started)
+            print(f"  step, {name}: compiled in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+
+    def _time(self, turns: int) -> None:
+        from loka_sim.validation.step_time import quantiles, time_steps
+
+        with self.lock:
+            medians = {name: quantiles(values) for name, values in time_steps(self.steps, turns).items()}
+        found = {"medians": medians, "left_out": self.left_out, "notes": self.notes, "turns": turns}
+        write_text_atomic(self.folder / RESULT, json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""Which stage may take how long, which are cut, and what the step's process compiles in which order."""
+
+import json
+import threading
+import time
+from contextlib import nullcontext
+
+import pytest
+
+from loka_sim.errors import DataError
+from loka_sim.validation import measuring, step_time
+from loka_sim.validation.budget import PARTS, Budget, Part
+from loka_sim.validation.stepper import GO, RESULT, TABLE, Variants
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def spent(minutes, overhead, clock=None):
+    """Seconds per stage where each takes `overhead` seconds more than it was given."""
+    clock = Clock()
+    budget = Budget(60 * minutes, clock=clock)
+    found = {}
+    for name in PARTS:
+        found[name] = budget.begin(name)
+        clock.now += (found[name] or -overhead) + overhead
+    return found, budget.left()
+
+
+@pytest.mark.parametrize("minutes", [2, 4, 10])
+def test_a_stage_that_takes_too_long_is_made_up_for(minutes):
+    exact, left = spent(minutes, 0)
+    assert None not in exact.values() and left == pytest.approx(10, abs=0.1)
+    shares = [exact[name] / PARTS[name].share for name in PARTS]
+    if minutes > 2:
+        assert max(shares) == pytest.approx(min(shares))
+    late, left = spent(minutes, 8)
+    # Only the last one's overhead is left to overrun the deadline, and the reserve takes that.
+    assert left == pytest.approx(2, abs=0.1) or None in late.values()
+    assert all((late[name] or 0) <= exact[name] + 1e-9 for name in PARTS)
+
+
+def test_the_lowest_in_rank_is_cut_first():
+    found, left = spent(1, 0)
+    assert found["times_second"] is None and found["times_first"] and found["step"]
+    assert left >= 0
+    parts = {"a": Part(0.5, 5, 2), "b": Part(0.25, 5, 1), "c": Part(0.25, 5, 3)}
+    clock = Clock()
+    budget = Budget(12, parts, 0, clock)
+    assert budget.begin("a") == pytest.approx(12 * 0.5 / 0.75)
+    clock.now += 8
+    assert budget.begin("b") is None
+    # What is left is less than the least, and still worth trying for the highest rank.
+    assert budget.begin("c") == pytest.approx(4)
+    clock.now += 5
+    assert budget.left() == pytest.approx(-1)
+
+
+def test_what_is_there_already_leaves_its_time_to_others():
+    clock = Clock()
+    budget = Budget(100, {"a": Part(0.5, 1, 1), "b": Part(0.5, 1, 1)}, 0, clock)
+    budget.done("a")
+    assert budget.begin("b") == pytest.approx(100)
+
+
+def test_a_child_that_is_past_its_time_is_ended(tmp_path):
+    path = tmp_path / "slow.py"
+    path.write_text("import time; time.sleep(60)")
+    started = time.monotonic()
+    with measuring.Child("timeit", ["-n", "1", "-r", "1", "import time; time.sleep(60)"]) as child:
+        assert child.wait(seconds=0.5) is None
+    assert time.monotonic() - started < 10 and not child.alive
+    with pytest.raises(DataError, match="python -m timeit ended with code 2"):
+        measuring.run("timeit", ["--no-such-option"])
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Compiling takes as long as it is told to, and every variant a time of its own."""
+    order, takes = [], {"seconds": 0.01, "broken": ()}
+
+    def step_of(model, convert):
+        name = convert
+        order.append(name)
+        time.sleep(takes["seconds"])
+        if name in takes["broken"]:
+            raise RuntimeError("no kernel image\nand more")
+        return name
+
+    monkeypatch.setattr(step_time, "step_of", step_of)
+    monkeypatch.setattr(step_time, "as_it_is", "bf16")
+    monkeypatch.setattr(step_time, "converted_by_table", lambda table: ("decision", ["a note"]))
+    monkeypatch.setattr(step_time, "converted_by_torchao", lambda name: name)
+    monkeypatch.setattr(
+        step_time, "time_steps", lambda steps, turns: {name: [float(len(step))] * turns for name, step in steps.items()}
+    )
+    return order, takes
+
+
+def run(folder, seconds=60.0, decide=None, go=0.5):
+    variants = Variants(None, folder, time.time() + seconds, nullcontext())
+    thread = threading.Thread(target=variants.run)
+    thread.start()
+    if decide is not None:
+        time.sleep(decide[0])
+        (folder / TABLE).write_text(json.dumps({"table": decide[1]}))
+    time.sleep(go)
+    (folder / GO).write_text("{}")
+    thread.join(20)
+    assert not thread.is_alive()
+    return json.loads((folder / RESULT).read_text())
+
+
+def test_the_decision_comes_before_what_needs_none(steps, tmp_path):
+    order, takes = steps
+    takes["seconds"] = 0.3
+    found = run(tmp_path, decide=(0.1, {"sites": {}}))
+    assert order == ["bf16", "decision", "filter_tensorwise", "naive_tensorwise"]
+    assert list(found["medians"]) == order and found["left_out"] == [] and found["notes"] == ["a note"]
+    assert found["medians"]["decision"]["p50_ms"] == len("decision") and found["turns"] == 10
+
+
+def test_while_it_waits_it_compiles_what_needs_no_decision(steps, tmp_path):
+    order, _ = steps
+    run(tmp_path, decide=(1.0, {"sites": {}}))
+    assert order == ["bf16", "filter_tensorwise", "naive_tensorwise", "decision"]
+
+
+def test_without_a_decision_there_is_none_to_run(steps, tmp_path):
+    found = run(tmp_path, decide=(0.5, None))
+    assert list(found["medians"]) == ["bf16", "filter_tensorwise", "naive_tensorwise"]
+
+
+def test_what_no_time_is_left_for_is_said(steps, tmp_path):
+    order, takes = steps
+    takes["seconds"] = 1.0
+    found = run(tmp_path, seconds=7.9, decide=(0.1, {"sites": {}}), go=2.5)
+    # The decision may begin a little late, the others not.
+    assert order == ["bf16", "decision"]
+    assert found["left_out"] == [f"{name}: no time was left to compile it" for name in ("filter_tensorwise", "naive_tensorwise")]
+
+
+def test_a_variant_that_fails_is_named_and_the_others_run(steps, tmp_path):
+    _, takes = steps
+    takes["broken"] = ("filter_tensorwise",)
+    found = run(tmp_path, decide=(0.1, {"sites": {}}))
+    assert found["left_out"] == ["filter_tensorwise: RuntimeError: no kernel image"]
+    assert set(found["medians"]) == {"bf16", "decision", "naive_tensorwise"}
