@@ -88,13 +88,17 @@ def communication(spec: ModelSpec, gpus: int, hardware: str) -> Communication | 
     if gpus == 1:
         return None
     embeddings, gradients = embedding_bytes(spec), spec.dense_parameters * BF16_BYTES
+    import pandas
+
     from perfmodel import collectives
 
+    full, rest = divmod(gradients, BUCKET_BYTES)
+    asked = [("all_to_all", embeddings, 1), ("all_reduce", BUCKET_BYTES, full), ("all_reduce", rest, 1)]
+    frame = pandas.DataFrame([entry for entry in asked if entry[1] and entry[2]], columns=["op", "bytes_per_rank", "count"])
     try:
         model = collectives.load(hardware)
-        all_to_all = model.predict("all_to_all", gpus, embeddings) if embeddings else 0.0
-        buckets = [BUCKET_BYTES] * (gradients // BUCKET_BYTES) + [gradients % BUCKET_BYTES]
-        all_reduce = sum(buckets.count(size) * model.predict("all_reduce", gpus, size) for size in set(buckets) if size)
+        frame["us"] = model.predict(frame.assign(ranks=gpus))["time_us"] * frame["count"]
+        all_to_all, all_reduce = (float(frame.loc[frame["op"] == op, "us"].sum()) for op in ("all_to_all", "all_reduce"))
     except (ValueError, FileNotFoundError) as error:
         return Communication(gpus, embeddings, gradients, missing=str(error).rstrip("."))
     # The gradients of the embeddings travel back the way that the embeddings came.

@@ -1,21 +1,62 @@
-"""Times of collectives inside one host, from the measured table."""
+"""Times of collectives: inside one host from the measured table, across hosts from it and the network's links."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
+from perfmodel.curves import Array, Curve
 from perfmodel.data_folder import data_folder
+from perfmodel.topology import HOST_GPUS, MOST_GPUS, OPS, PRESETS, Cluster, wire
+
+FILE_NAME = "collectives.parquet"
+LARGE_BYTES = 2**20
+"""From this size on bandwidth counts more than latency: errors are judged on either side by themselves."""
+COVERAGE = 0.9
+SCALE_BYTES = 4
+"""Bytes of one row's scale in a compressed message."""
+INTERPOLATED, EXTRAPOLATED, MODELLED = "interpolated", "extrapolated", "modelled"
 
 # What tables measured before these columns existed hold throughout.
 _DEFAULTS: dict[str, str | int] = {"split": "equal", "dim": 0, "groups": 1}
 
 
+class Setting(NamedTuple):
+    """What a measured curve over sizes is of."""
+
+    op: str
+    dtype: str
+    split: str
+    dim: int
+    ranks: int
+    groups: int
+
+
+class Estimate(NamedTuple):
+    """Times in microseconds at some sizes with the ends of their 90% intervals, and whether anything was beyond measurement."""
+
+    time: Array
+    low: Array
+    high: Array
+    extrapolated: npt.NDArray[np.bool_]
+
+    def plus(self, other: Estimate) -> Estimate:
+        """One after the other; errors of a kind may be shared, so that half-widths add."""
+        return Estimate(
+            self.time + other.time, self.low + other.low, self.high + other.high, self.extrapolated | other.extrapolated
+        )
+
+
 @dataclass(frozen=True)
 class CollectiveModel:
-    """Interpolates measured collectives; answers nothing that was not measured.
+    """Predicts collectives on one kind of GPU.
 
     Attributes:
         hardware: Name of the GPU.
@@ -25,93 +66,264 @@ class CollectiveModel:
     hardware: str
     table: pd.DataFrame
 
-    def predict(
-        self,
-        op: str,
-        ranks: int,
-        bytes_per_rank: float,
-        dtype: str = "bf16",
-        *,
-        groups: int = 1,
-        dim: int | None = None,
-        split: str = "equal",
-    ) -> float:
-        """Time of one collective in microseconds, codec included where it is compressed.
+    @cached_property
+    def curves(self) -> dict[Setting, Curve]:
+        """A curve over sizes for each setting with at least four of them."""
+        names = list(Setting._fields)
+        # A size that was measured in several runs counts once.
+        points = self.table.groupby([*names, "bytes_per_rank"], observed=True, as_index=False)["p50_us"].median()
+        series: dict[Setting, list[tuple[float, float]]] = {}
+        for row in points[[*names, "bytes_per_rank", "p50_us"]].itertuples(index=False):
+            series.setdefault(Setting(*row[:-2]), []).append((float(row[-2]), float(row[-1])))
+        return {key: Curve(*np.array(sorted(some)).T) for key, some in series.items() if len(some) >= 4}
 
-        Linear between the measured sizes, and between the measured dims, in the logarithms of size, dim and time. Below
-        the smallest size measured, where latency alone counts, its time.
+    def predict(self, frame: pd.DataFrame, cluster: Cluster | None = None) -> pd.DataFrame:
+        """Times of collectives, codec included where they are compressed.
 
         Args:
-            op: all_to_all, all_reduce, reduce_scatter or all_gather.
-            ranks: GPUs that take part, in one host.
-            bytes_per_rank: The larger of a rank's two buffers in bf16, whatever travels.
-            dtype: What travels: bf16; for all_to_all also fp16, fp8_rowwise, fp8_rowwise_unfused.
-            groups: Groups of `ranks` GPUs of the host that do the same at the same moment.
-            dim: Values of a row with a scale of its own; needed where the dtype scales rows, of no effect elsewhere.
-            split: equal or uneven (see `hil.collectives` for how uneven).
+            frame: Columns `op` (all_to_all, all_reduce, reduce_scatter, all_gather), `ranks`, `bytes_per_rank` (the larger
+                of a rank's two buffers in bf16, whatever travels), and optionally `dtype` (bf16; for all_to_all also fp16,
+                fp8_rowwise, fp8_rowwise_unfused), `groups` (how many such groups of one host do the same at the same
+                moment, 1), `dim` (values of a row with a scale of its own, where the dtype has one), `split` (equal, or
+                uneven as `hil.collectives` says), `per_host` (GPUs of a group in each host; as many as fit).
+            cluster: Hosts and the network between them; None for the preset `hgx_<hardware>`, where there is one.
+
+        Returns:
+            Columns `time_us`, `low_us`, `high_us` (a 90% interval), with the index and the order of `frame`.
 
         Raises:
-            ValueError: op, dtype, split, ranks, groups or dim was not measured, or the size is larger than any measured.
+            ValueError: an op, dtype, split or dim that was not measured, a size or a number of ranks that cannot be, or ranks
+                beyond one host where no cluster is known.
         """
-        rows = self._measured(op, ranks, dtype, groups, split)
-        dims = sorted(set(rows["dim"]))
+        result = np.empty((len(frame), 3))
+        for rows, estimate, _ in self._estimates(frame, cluster):
+            result[rows] = np.stack([estimate.time, estimate.low, estimate.high], axis=1)
+        return pd.DataFrame(result, columns=["time_us", "low_us", "high_us"], index=frame.index)
+
+    def basis(self, frame: pd.DataFrame, cluster: Cluster | None = None) -> pd.Series:
+        """What each prediction rests on.
+
+        Returns:
+            `interpolated` between measured sizes of this very setting; `extrapolated` inside a host to sizes, ranks or
+            groups that were never measured; `modelled` across hosts.
+        """
+        result = np.empty(len(frame), dtype=object)
+        for rows, estimate, across in self._estimates(frame, cluster):
+            result[rows] = MODELLED if across else np.where(estimate.extrapolated, EXTRAPOLATED, INTERPOLATED)
+        return pd.Series(result, index=frame.index)
+
+    def _estimates(self, frame: pd.DataFrame, cluster: Cluster | None) -> Iterator[tuple[npt.NDArray[np.int64], Estimate, bool]]:
+        """For each distinct setting of a frame: its rows, their estimate, whether it spans hosts."""
+        missing = {"op", "ranks", "bytes_per_rank"} - set(frame.columns)
+        if missing:
+            raise ValueError(f"the frame lacks the columns {sorted(missing)}; predict_collective needs op, ranks, bytes_per_rank")
+        cluster = PRESETS.get(f"hgx_{self.hardware}") if cluster is None else cluster
+        asked = frame.reset_index(drop=True)
+        sizes = pd.to_numeric(asked["bytes_per_rank"], errors="coerce").to_numpy(float)
+        if len(sizes) and not (np.isfinite(sizes).all() and sizes.min() > 0):
+            raise ValueError("bytes_per_rank must be positive and finite; leave out collectives of nothing")
+        defaults: dict[str, str | int] = {"dtype": "bf16", "groups": 1, "dim": 0, "split": "equal", "per_host": 0}
+        columns = {
+            name: asked[name].fillna(value) if name in asked else pd.Series([value] * len(asked))
+            for name, value in defaults.items()
+        }
+        keys = pd.DataFrame({"op": asked["op"], "ranks": asked["ranks"], **columns})
+        for name in ("ranks", "groups", "dim", "per_host"):
+            whole = pd.to_numeric(keys[name], errors="coerce")
+            if not ((whole % 1 == 0) & (whole >= (2 if name == "ranks" else 1 if name == "groups" else 0))).all():
+                raise ValueError(f"{name} must be a whole number" + (", 2 or more" if name == "ranks" else " of at least 1"))
+            keys[name] = whole.astype(int)
+        for number, op, ranks, dtype, groups, dim, split, per_host in keys.drop_duplicates().itertuples():
+            rows = np.flatnonzero((keys == keys.loc[number]).all(axis=1).to_numpy())
+            setting = self._check(Setting(op, dtype, split, dim, ranks, groups))
+            if cluster is None:
+                island = ranks
+                if per_host or ranks > HOST_GPUS:
+                    raise ValueError(f"ranks {ranks}: no cluster is known for {self.hardware}; give one to go beyond one host")
+            else:
+                island = cluster.island(ranks, per_host or None)
+            if island == ranks:
+                yield rows, self.inside(setting, sizes[rows]), False
+            else:
+                assert cluster is not None
+                from perfmodel.across import across
+
+                yield rows, across(self, cluster, setting, island, sizes[rows]), True
+
+    def _check(self, setting: Setting) -> Setting:
+        """Refuse what no measurement stands behind, naming what there is; a dim of no effect becomes 0."""
+        op, dtype, split, dim, ranks, _ = setting
+        if ranks > MOST_GPUS:
+            raise ValueError(f"ranks {ranks}: at most {MOST_GPUS:,} GPUs can be asked about")
+        known = [key for key in self.curves if (key.op, key.dtype) == (op, dtype)]
+        if op not in OPS or not known:
+            there = ", ".join(sorted({f"{key.op}/{key.dtype}" for key in self.curves if key.op in OPS}))
+            raise ValueError(f"collective {op}/{dtype} was not measured on {self.hardware}; there are: {there}")
+        if not any(key.split == split for key in known):
+            raise ValueError(
+                f"split {split}: {op}/{dtype} was measured on {self.hardware} with split {_listed(k.split for k in known)}"
+            )
+        dims = sorted({key.dim for key in known})
         if dims == [0]:
-            return _at(rows, bytes_per_rank, op)
-        if dim is None:
+            return setting._replace(dim=0)
+        if not dim:
             raise ValueError(f"{op}/{dtype} depends on dim, the values of a row; give dim, {dims[0]} to {dims[-1]}")
         if not dims[0] <= dim <= dims[-1]:
             raise ValueError(f"dim {dim}: {op}/{dtype} was measured on {self.hardware} from dim {dims[0]} to {dims[-1]}")
-        below, above = max(d for d in dims if d <= dim), min(d for d in dims if d >= dim)
-        around = [np.log(_at(rows[rows["dim"] == d], bytes_per_rank, op)) for d in (below, above)]
-        return float(np.exp(np.interp(np.log(dim), np.log([below, above]), around)))
+        return setting
 
-    def _measured(self, op: str, ranks: int, dtype: str, groups: int, split: str) -> pd.DataFrame:
-        """Rows of what is asked for, named column by column where there are none."""
-        rows = self.table[(self.table["op"] == op) & (self.table["dtype"] == dtype)]
-        if rows.empty:
-            known = sorted({f"{o}/{d}" for o, d in zip(self.table["op"], self.table["dtype"], strict=True)})
-            raise ValueError(f"collective {op}/{dtype} was not measured on {self.hardware}; there are: {', '.join(known)}")
-        known_splits = _listed(rows["split"])
-        rows = rows[rows["split"] == split]
-        if rows.empty:
-            raise ValueError(f"split {split}: {op}/{dtype} was measured on {self.hardware} with split {known_splits}")
-        known_ranks = _listed(rows["ranks"])
-        rows = rows[rows["ranks"] == ranks]
-        if rows.empty:
-            raise ValueError(f"{op} was measured on {self.hardware} between {known_ranks} GPUs of one host, not {ranks}")
-        known_groups = _listed(rows["groups"])
-        rows = rows[rows["groups"] == groups]
-        if rows.empty:
+    def inside(self, setting: Setting, sizes: Array) -> Estimate:
+        """Times inside one host.
+
+        Ranks that were never measured send as many bytes as the nearest measured number of ranks does in the same time,
+        and pay the measured latency of each rank more; what travels compressed is then its codec and the plain exchange.
+        Groups that were never measured are as many as were.
+        """
+        measured = {(key.ranks, key.groups) for key in self.curves if key[:3] == setting[:3]}
+        if (setting.ranks, setting.groups) in measured:
+            return self._at(setting, sizes)
+        ranks = min((r for r, _ in measured), key=lambda r: (abs(np.log(r / setting.ranks)), -r))
+        groups = max(g for r, g in measured if r == ranks)
+        nearest = setting._replace(ranks=ranks, groups=groups)
+        if ranks == setting.ranks:
+            estimate = self._at(nearest, sizes)
+            return estimate._replace(extrapolated=np.ones(len(sizes), dtype=bool))
+        if setting.dim:
+            return self.codec(setting, sizes).plus(self.inside(plain(setting), sizes * compression(setting.dim)))
+        estimate = self._at(nearest, sizes * wire(setting.op, setting.ranks) / wire(setting.op, ranks))
+        latency = max(setting.ranks - ranks, 0) * self._latency_of_a_rank(setting)
+        spread = np.exp(self._ranks_error)
+        return Estimate(
+            estimate.time + latency, estimate.low / spread, (estimate.high + latency) * spread, np.ones(len(sizes), dtype=bool)
+        )
+
+    def floor(self, setting: Setting) -> float:
+        """Time of the smallest size measured of an op inside a host, whatever the ranks: what launching it takes."""
+        return min(float(curve.times[0]) for key, curve in self.curves.items() if key.op == setting.op and key.dtype == "bf16")
+
+    def codec(self, setting: Setting, sizes: Array) -> Estimate:
+        """Quantizing before and dequantizing after a compressed exchange, from the two halves measured alone."""
+        halves = []
+        for op in ("pack", "unpack"):
+            there = [key for key in self.curves if key.op == op and key.dtype == setting.dtype]
+            if not there:
+                raise ValueError(f"{setting.op}/{setting.dtype} between {setting.ranks} ranks needs {op}, not measured alone")
+            halves.append(self._at(there[0]._replace(dim=setting.dim), sizes))
+        return halves[0].plus(halves[1])
+
+    def _at(self, setting: Setting, sizes: Array) -> Estimate:
+        """Times on a measured setting, between measured dims in their logarithm."""
+        dims = sorted({key.dim for key in self.curves if key._replace(dim=setting.dim) == setting})
+        if not dims or not dims[0] <= setting.dim <= dims[-1]:
+            raise ValueError(f"{setting.op}/{setting.dtype} at dim {setting.dim} was not measured between {setting.ranks} ranks")
+        below, above = max(d for d in dims if d <= setting.dim), min(d for d in dims if d >= setting.dim)
+        curves = [self.curves[setting._replace(dim=dim)] for dim in (below, above)]
+        share = 0.0 if below == above else float(np.log(setting.dim / below) / np.log(above / below))
+        time = curves[0](sizes) ** (1 - share) * curves[1](sizes) ** share
+        beyond = (sizes > curves[0].sizes[-1]) | (sizes < curves[0].sizes[0])
+        small, large, outside = self._errors[setting.op, setting.dtype]
+        factor = np.exp(np.where(beyond, outside, np.where(sizes < LARGE_BYTES, small, large)))
+        return Estimate(time, time / factor, time * factor, beyond)
+
+    @cached_property
+    def held_out(self) -> pd.DataFrame:
+        """Every measured size predicted from the other sizes of its setting.
+
+        Returns:
+            The columns of `Setting`, bytes_per_rank, measured_us, predicted_us, and `edge`: the smallest or largest size.
+        """
+        records = []
+        for key, curve in self.curves.items():
+            last = len(curve.sizes) - 1
+            for i, (size, time) in enumerate(zip(curve.sizes, curve.times, strict=True)):
+                records.append((*key, size, time, curve.without(i)(size)[0], i in (0, last)))
+        return pd.DataFrame(records, columns=[*Setting._fields, "bytes_per_rank", "measured_us", "predicted_us", "edge"])
+
+    @cached_property
+    def _errors(self) -> dict[tuple[str, str], tuple[float, float, float]]:
+        """Half the width of an interval in logarithms, per op and dtype: below `LARGE_BYTES`, above it, beyond all sizes."""
+        rows = self.held_out
+        error = np.abs(np.log(rows["predicted_us"] / rows["measured_us"]))
+        large = rows["bytes_per_rank"] >= LARGE_BYTES
+        result = {}
+        for op, dtype in {(key.op, key.dtype) for key in self.curves}:
+            own = (rows["op"] == op) & (rows["dtype"] == dtype)
+            parts = [error[own & ~large], error[own & large], error[own & rows["edge"]]]
+            # A part without rows takes the widest of the others.
+            widest = max(half_width(part) for part in parts if len(part))
+            small_, large_, outside = (half_width(part) if len(part) else widest for part in parts)
+            result[op, dtype] = (small_, large_, outside)
+        return result
+
+    @cached_property
+    def _ranks_error(self) -> float:
+        """Half the width, in logarithms, of what going from few ranks to more adds: each measured step predicted by its fewer."""
+        errors = []
+        for key, curve in self.curves.items():
+            fewer = [k for k in self.curves if k._replace(ranks=key.ranks) == key and k.ranks < key.ranks]
+            if key.op in OPS and not key.dim and fewer:
+                below = max(fewer, key=lambda k: k.ranks)
+                sizes = curve.sizes * wire(key.op, key.ranks) / wire(key.op, below.ranks)
+                errors.append(np.abs(np.log(self.curves[below](sizes) / curve.times)))
+        if not errors:
             raise ValueError(
-                f"groups {groups}: {op} between {ranks} GPUs was measured on {self.hardware} in {known_groups} groups at once"
+                f"collectives were measured on {self.hardware} between one number of ranks only; none other can be said"
             )
-        return rows
+        return half_width(np.concatenate(errors))
+
+    def _latency_of_a_rank(self, setting: Setting) -> float:
+        """What each rank more adds to the smallest message, in microseconds, over the measured numbers of ranks."""
+        at = {key.ranks: curve.times[0] for key, curve in self.curves.items() if key[:4] == setting[:4] and key.groups == 1}
+        if len(at) < 2:
+            return 0.0
+        return max(0.0, float(at[max(at)] - at[min(at)]) / (max(at) - min(at)))
 
 
-def _listed(values: pd.Series) -> str:
-    return ", ".join(str(value) for value in sorted(set(values)))
+def plain(setting: Setting) -> Setting:
+    """The exchange of a compressed setting as if bf16 travelled."""
+    return setting._replace(dtype="bf16", dim=0)
 
 
-def _at(rows: pd.DataFrame, bytes_per_rank: float, op: str) -> float:
-    rows = rows.sort_values("bytes_per_rank")
-    sizes, times = rows["bytes_per_rank"].to_numpy(float), rows["p50_us"].to_numpy(float)
-    if bytes_per_rank > sizes[-1]:
-        most = sizes[-1] / 2**20
-        raise ValueError(f"{op} of {bytes_per_rank / 2**20:,.0f} MiB a rank is beyond the {most:,.0f} MiB measured")
-    return float(np.exp(np.interp(np.log(max(bytes_per_rank, 1.0)), np.log(sizes), np.log(times))))
+def compression(dim: int) -> float:
+    """Bytes that travel for each byte of bf16 content, where a row of `dim` values has one byte each and a scale."""
+    return (dim + SCALE_BYTES) / (2 * dim)
 
 
-def load(hardware: str = "h200") -> CollectiveModel:
+def half_width(errors: npt.ArrayLike, coverage: float = COVERAGE) -> float:
+    """The conformal quantile of absolute errors: an unseen one stays below it at least so often."""
+    ordered = np.sort(np.asarray(errors, dtype=float))
+    return float(ordered[min(int(np.ceil((len(ordered) + 1) * coverage)), len(ordered)) - 1])
+
+
+def _listed(values: Iterator[str]) -> str:
+    return ", ".join(sorted(set(values)))
+
+
+def load(hardware: str = "h200", calibration: Path | None = None) -> CollectiveModel:
     """The measured collectives of a GPU.
+
+    Args:
+        hardware: Its name.
+        calibration: A calibration folder: `perfmodel/collectives.parquet` in it, a table of `hil.collectives`, replaces the
+            shipped one. A calibration without it leaves the shipped one.
 
     Raises:
         FileNotFoundError: there are none.
+        ValueError: the table is damaged or lacks a column.
     """
-    path = data_folder() / hardware / "collectives.parquet"
+    own = None if calibration is None else Path(calibration) / "perfmodel" / FILE_NAME
+    path = own if own is not None and own.is_file() else data_folder() / hardware / FILE_NAME
     if not path.is_file():
         raise FileNotFoundError(f"no collective was measured on {hardware}; run: torchrun -m hil.collectives")
-    table = pd.read_parquet(path)
+    try:
+        table = pd.read_parquet(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no table of collectives ({error}); measure again") from None
     for name, value in _DEFAULTS.items():
         if name not in table.columns:
             table[name] = value
+    missing = {*Setting._fields, "bytes_per_rank", "p50_us"} - set(table.columns)
+    if missing or table.empty:
+        what = f"lacks the column {sorted(missing)[0]}" if missing else "holds no row"
+        raise ValueError(f"{path} {what}; measure again with: torchrun -m hil.collectives")
     return CollectiveModel(hardware, table)

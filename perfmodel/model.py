@@ -6,10 +6,10 @@ import gzip
 import hashlib
 import json
 import zlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,10 @@ from perfmodel.features import features
 from perfmodel.hardware import HardwareSpec
 from perfmodel.kernels import KERNELS
 from perfmodel.roofline import roofline_us
+
+if TYPE_CHECKING:
+    from perfmodel.collectives import CollectiveModel
+    from perfmodel.topology import Cluster
 
 Array = npt.NDArray[np.float64]
 
@@ -63,11 +67,13 @@ class PerfModel:
         hardware: The GPU.
         folder: Where the trees lie.
         manifest: What they were fitted on, how good they are on held-out shapes, and their interval factors.
+        calibration: The calibration folder that it came with, if any.
     """
 
     hardware: HardwareSpec
     folder: Path
     manifest: dict[str, Any]
+    calibration: Path | None = field(default=None, kw_only=True)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -125,6 +131,29 @@ class PerfModel:
             factors = np.asarray(self.manifest["kernels"][name]["interval_factors"])[size_class(time)]
             result[rows] = np.stack([time, time * factors[:, 0], time * factors[:, 1]], axis=1)
         return pd.DataFrame(result, columns=["time_us", "low_us", "high_us"], index=frame.index)
+
+    @cached_property
+    def collectives(self) -> CollectiveModel:
+        """Collectives on this GPU, of the calibration where it measured them.
+
+        Raises:
+            FileNotFoundError: none were measured.
+        """
+        from perfmodel import collectives
+
+        return collectives.load(self.hardware.name, self.calibration)
+
+    def predict_collective(self, frame: pd.DataFrame, cluster: Cluster | None = None) -> pd.DataFrame:
+        """Times of collectives, inside one host or over several; see `CollectiveModel.predict`.
+
+        Args:
+            frame: Columns `op`, `dtype`, `ranks`, `groups`, `bytes_per_rank`; `dim` where rows have scales.
+            cluster: Hosts and the network between them (`perfmodel.topology`); None for the preset `hgx_<hardware>`.
+
+        Returns:
+            Columns `time_us`, `low_us`, `high_us` (a 90% interval), with the index and the order of `frame`.
+        """
+        return self.collectives.predict(frame, cluster)
 
     def in_range(self, frame: pd.DataFrame) -> pd.Series:
         """Whether each call lies inside the sizes that the kernel was measured at (every dimension, and their product)."""
@@ -202,7 +231,7 @@ def load(hardware: str = "h200", calibration: Path | None = None) -> PerfModel:
         FileNotFoundError: the models folder is incomplete.
     """
     if calibration is not None:
-        return _calibrated(hardware, Path(calibration))
+        return replace(_calibrated(hardware, Path(calibration)), calibration=Path(calibration))
     spec = hardware_module.load(hardware)
     folder = data_folder() / hardware / "models"
     if not (folder / "manifest.json").is_file():
