@@ -1,10 +1,10 @@
-"""Measure what the what-if predicts: a zoo model's training step in bf16, under torchao's conversions and under the decision.
+"""Measure what the what-if predicts: a model's training step in bf16, under torchao's conversions and under the decision.
 
-    python benchmarks/step.py wukong-production --batch 2048 --table runs/wukong/dispatch_table.json --module converted.py
+    python benchmarks/step.py wukong-production --batch 2048 --module converted.py --whatif runs/wukong/whatif.json
 
 Each variant is a fresh model in bf16 (tables cut to 10,000 rows: look-ups cost the same, memory does not), compiled by
 torch.compile, forward and backward under a log loss. The variants are timed in turn, so that drift hits all alike; medians
-over the turns. `--module` is what `loka-sim export TABLE --to torchao` wrote.
+over the turns. `--module` is what `loka-sim export TABLE --to torchao` wrote. The steps are those of `loka-sim validate`.
 """
 
 from __future__ import annotations
@@ -19,88 +19,35 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
-from torch.nn.functional import binary_cross_entropy_with_logits
 
-from loka_sim.dispatch.baselines import BASELINES
-from loka_sim.zoo import InputShape, build, example_inputs, input_shape
-
-ROWS = 10_000
+from loka_sim.validation.runnable import runnable
+from loka_sim.validation.step_time import Convert, as_it_is, converted_by_torchao, step_of, time_steps
 
 
-def cut(shape: InputShape) -> InputShape:
-    """The same sample with tables of at most `ROWS` rows."""
-    import dataclasses
-
-    small = {"rows": tuple(min(rows, ROWS) for rows in shape.rows)}
-    if getattr(shape, "sequence_rows", 0):
-        small["sequence_rows"] = min(shape.sequence_rows, ROWS)
-    return dataclasses.replace(shape, **small)
-
-
-def converters(module: Path | None) -> dict[str, Callable[[nn.Module], nn.Module]]:
-    """Conversion per variant."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    def baseline(name: str) -> Callable[[nn.Module], nn.Module]:
-        chosen = next(b for b in BASELINES if b.name == name)
-        config = Float8LinearConfig.from_recipe_name(str(chosen.scaling))
-
-        def wanted(layer: nn.Module, name: str) -> bool:
-            legal = isinstance(layer, nn.Linear) and layer.in_features % 16 == 0 and layer.out_features % 16 == 0
-            return legal and chosen.wants(layer.out_features, layer.in_features)
-
-        return lambda model: convert_to_float8_training(model, config=config, module_filter_fn=wanted)
-
-    result: dict[str, Callable[[nn.Module], nn.Module]] = {"bf16": lambda model: model}
+def converters(module: Path | None) -> dict[str, Callable[[], Convert]]:
+    """What makes each variant's conversion."""
+    names = ("naive_tensorwise", "filter_tensorwise")
+    result: dict[str, Callable[[], Convert]] = {"bf16": lambda: as_it_is}
     if module:
-        spec = importlib.util.spec_from_file_location("converted", module)
-        assert spec and spec.loader
-        loaded = importlib.util.module_from_spec(spec)
-        sys.modules["converted"] = loaded
-        spec.loader.exec_module(loaded)
-        result["decision"] = loaded.convert
-    return {**result, "naive_tensorwise": baseline("naive_tensorwise"), "filter_tensorwise": baseline("filter_tensorwise")}
+        result["decision"] = lambda: exported(module)
+    return {**result, **{name: lambda name=name: converted_by_torchao(name) for name in names}}  # type: ignore[misc]
 
 
-def step_of(name: str, batch: int, convert: Callable[[nn.Module], nn.Module]) -> Callable[[], None]:
-    """One compiled training step's forward and backward, ready to run."""
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    shape = cut(input_shape(name))
-    model = convert(build(name, device="cuda", shape=shape).bfloat16())
-    compiled = torch.compile(model, dynamic=False)
-    inputs = tuple(x.bfloat16() if x.is_floating_point() else x for x in example_inputs(name, batch, device="cuda", shape=shape))
-    labels = torch.rand(batch, device="cuda").round()
-
-    def step() -> None:
-        loss = binary_cross_entropy_with_logits(compiled(*inputs).float().flatten(), labels)
-        loss.backward()
-        model.zero_grad(set_to_none=True)
-
-    return step
-
-
-def time_steps(steps: dict[str, Callable[[], None]], turns: int) -> dict[str, list[float]]:
-    """Milliseconds of each step, per turn; the variants alternate."""
-    samples: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(turns):
-        for name, step in steps.items():
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            step()
-            start.record()
-            for _ in range(3):
-                step()
-            stop.record()
-            stop.synchronize()
-            samples[name].append(start.elapsed_time(stop) / 3)
-    return samples
+def exported(module: Path) -> Convert:
+    """`convert` of a module that `loka-sim export` wrote."""
+    spec = importlib.util.spec_from_file_location("converted", module)
+    assert spec and spec.loader
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules["converted"] = loaded
+    spec.loader.exec_module(loaded)
+    convert: Convert = loaded.convert
+    return convert
 
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", help="zoo name, or package.module:callable")
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--module", type=Path, help="what `loka-sim export` wrote")
     parser.add_argument("--variants", nargs="+", help="which to run (default: all)")
@@ -108,18 +55,16 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    torch._inductor.config.compile_threads = 16
+    model = runnable(options.model, options.batch, ())
+    if model is None:
+        parser.error(f"{options.model} is no model that can be run")
     torch._dynamo.config.recompile_limit = 512
     steps: dict[str, Callable[[], None]] = {}
-    for name, convert in converters(options.module).items():
+    for name, conversion in converters(options.module).items():
         if options.variants and name not in options.variants:
             continue
         started = time.time()
-        step = step_of(options.model, options.batch, convert)
-        step()
-        step()
-        torch.cuda.synchronize()
-        steps[name] = step
+        steps[name] = step_of(model, conversion())
         print(f"{name}: compiled in {time.time() - started:.0f} s", file=sys.stderr, flush=True)
     medians = {name: statistics.median(values) for name, values in time_steps(steps, options.turns).items()}
     predicted: dict[str, float] = {}

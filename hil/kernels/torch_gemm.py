@@ -11,13 +11,8 @@ from typing import Any
 
 import torch
 
-from hil.kernels.base import Runner, Shape
+from hil.kernels.base import E4M3, GEMM_LIMIT, Runner, Shape, product_error
 from hil.timing import BufferPool
-
-E4M3 = torch.float8_e4m3fn
-# A bf16 result is off by 2^-9 / sqrt(3) of its size, rms; fast accumulation over K = 524,288 by some hundredths. A wrong
-# operand or scale is off by its whole size.
-_LIMIT = 0.1
 
 
 def _mm_bytes(element: int) -> Callable[[Shape], int]:
@@ -83,25 +78,17 @@ def _error(dtype: torch.dtype, batched: bool = False) -> Callable[[Shape, Buffer
         lead = (shape.groups,) if batched else ()
         a = pool.view((*lead, shape.m, shape.k), 0, 0, dtype)
         b = pool.view((*lead, shape.n, shape.k), 0, 1, dtype)
-        if batched:
-            a, b, result = a[-1], b[-1], result[-1]
-        rows = torch.linspace(0, shape.m - 1, min(shape.m, 24), device=a.device).long()
-        columns = torch.linspace(0, shape.n - 1, min(shape.n, 48), device=a.device).long()
-        # Indexing has no FP8 kernel: gather the bytes.
-        pick = [x.view(torch.uint8)[i].view(dtype) if dtype is E4M3 else x[i] for x, i in ((a, rows), (b, columns))]
-        reference = pick[0].double() @ pick[1].double().t()
-        got = result[rows][:, columns].double()
-        return float((got - reference).norm() / reference.norm())
+        return product_error(result[-1], a[-1], b[-1]) if batched else product_error(result, a, b)
 
     return error
 
 
 GEMM_RUNNERS = (
-    Runner("torch/bf16", _mm_bytes(2), _bind_bf16, _error(torch.bfloat16), _LIMIT),
-    Runner("torch/bf16_batched", _mm_bytes(2), _bind_bf16_batched, _error(torch.bfloat16, batched=True), _LIMIT),
-    Runner("torch/fp8_tensorwise_fast", _mm_bytes(1), _bind_scaled("tensorwise", True), _error(E4M3), _LIMIT),
-    Runner("torch/fp8_tensorwise_split", _mm_bytes(1), _bind_scaled("tensorwise", False), _error(E4M3), _LIMIT),
-    Runner("torch/fp8_rowwise_fast", _mm_bytes(1), _bind_scaled("rowwise", True), _error(E4M3), _LIMIT),
-    Runner("torch/fp8_rowwise_split", _mm_bytes(1), _bind_scaled("rowwise", False), _error(E4M3), _LIMIT),
-    Runner("torch/fp8_block128", _mm_bytes(1), _bind_block128, _error(E4M3), _LIMIT),
+    Runner("torch/bf16", _mm_bytes(2), _bind_bf16, _error(torch.bfloat16), GEMM_LIMIT),
+    Runner("torch/bf16_batched", _mm_bytes(2), _bind_bf16_batched, _error(torch.bfloat16, batched=True), GEMM_LIMIT),
+    Runner("torch/fp8_tensorwise_fast", _mm_bytes(1), _bind_scaled("tensorwise", True), _error(E4M3), GEMM_LIMIT),
+    Runner("torch/fp8_tensorwise_split", _mm_bytes(1), _bind_scaled("tensorwise", False), _error(E4M3), GEMM_LIMIT),
+    Runner("torch/fp8_rowwise_fast", _mm_bytes(1), _bind_scaled("rowwise", True), _error(E4M3), GEMM_LIMIT),
+    Runner("torch/fp8_rowwise_split", _mm_bytes(1), _bind_scaled("rowwise", False), _error(E4M3), GEMM_LIMIT),
+    Runner("torch/fp8_block128", _mm_bytes(1), _bind_block128, _error(E4M3), GEMM_LIMIT),
 )
