@@ -42,8 +42,9 @@ class Call:
         if spec.is_fp8:
             left, right = {"output": ((m, k), (n, k)), "grad_input": ((m, n), (n, k)), "grad_weight": ((m, n), (m, k))}[self.name]
             turned_a, turned_b = self.name == "grad_weight", self.name != "output"
-            parts.append((f"{spec.quantize_a}{'_transposed' * turned_a}", left[0], 1, left[1]))
-            parts.append((f"{spec.quantize_b}{'_transposed' * turned_b}", right[0], 1, right[1]))
+            for recipe, turned, tensor in ((spec.recipe_a, turned_a, left), (spec.recipe_b, turned_b, right)):
+                scaling = str(recipe).partition("/")[2]
+                parts.append((f"torch/quantize_{scaling}{'_transposed' * turned}", tensor[0], 1, tensor[1]))
         return parts
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from loka_sim.dispatch.candidates import Row, SiteShape, illegal, launches
+from loka_sim.dispatch.candidates import SiteShape, illegal, launches
 from loka_sim.dispatch.decide import flat
+from loka_sim.dispatch.operands import DEFAULT_LIBRARIES, Row, Toolbox
 from loka_sim.errors import UserError
 from loka_sim.modelspec import PASSES
 from loka_sim.run_folder import WHATIF
@@ -74,7 +75,7 @@ class Comparison:
             "a": self.names[0],
             "b": self.names[1],
             "differences": {key: {"a": a, "b": b} for key, (a, b) in self.differences.items()},
-            "steps": [_side_by_side(_step(self.a, s["name"]), _step(self.b, s["name"])) for s in self.b["steps"]],
+            "steps": [_side_by_side(a, b) for b in self.b["steps"] for a in self.a["steps"] if a["name"] == b["name"]],
             "counts": {"a": self.a["counts"]["passes"], "b": self.b["counts"]["passes"]},
             "changes": [
                 {
@@ -112,8 +113,12 @@ def compare(a: str | Path, b: str | Path) -> Comparison:
         models = f"{first['model']['name']}, {second['model']['name']}"
         raise UserError(f"{a} and {b} have no site in common ({models}); compare runs of one model")
     times = {Row(*entry[:5]): float(entry[5]) for entry in second["times"]}
-    capability = tuple(second["hardware"]["capability"])
-    changes = [c for name in shared if (c := _change(sites_a[name], sites_b[name], times, capability)) is not None]
+    major, minor = second["hardware"]["capability"]
+    # Of A's kernels too, where B knows their times: what B did not consider, it may know all the same.
+    known = {row.kernel for row in times}
+    libraries = {*_libraries(first), *_libraries(second)}
+    toolbox = replace(Toolbox.of(sorted(libraries), known, (major, minor)), us=lambda row: times.get(row, float("inf")))
+    changes = [c for name in shared if (c := _change(sites_a[name], sites_b[name], times, toolbox)) is not None]
     changes.sort(key=lambda c: (-abs(c.worth_us or 0.0), -abs(c.gain_b_us - c.gain_a_us), c.site))
     return Comparison(
         first, second, (str(a), str(b)), _differences(first, second), tuple(changes),
@@ -126,15 +131,24 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    rows = {key: (a["settings"][key], b["settings"][key]) for key in b["settings"] if key != "statistics"}
+    rows: dict[str, tuple[Any, ...]] = {
+        key: tuple(_libraries(side) if key == "libraries" else side["settings"].get(key) for side in (a, b))
+        for key in b["settings"]
+        if key != "statistics"
+    }
     rows["model fingerprint"] = a["model"]["fingerprint"], b["model"]["fingerprint"]
     rows["statistics"] = a["statistics"]["name"], b["statistics"]["name"]
     rows["time model"] = tuple(d["hardware"]["perfmodel_fingerprint"] for d in (a, b))
     rows["loka-sim"] = a["loka_sim_version"], b["loka_sim_version"]
-    return {key: pair for key, pair in rows.items() if pair[0] != pair[1]}
+    return {key: (pair[0], pair[1]) for key, pair in rows.items() if pair[0] != pair[1]}
 
 
-def _change(a: Mapping[str, Any], b: Mapping[str, Any], times: Mapping[Row, float], capability: tuple[int, ...]) -> Change | None:
+def _libraries(document: Mapping[str, Any]) -> list[str]:
+    found: list[str] = document["settings"].get("libraries", list(DEFAULT_LIBRARIES))
+    return found
+
+
+def _change(a: Mapping[str, Any], b: Mapping[str, Any], times: Mapping[Row, float], toolbox: Toolbox) -> Change | None:
     both = [name for name in PASSES if name in a["passes"] and name in b["passes"]]
     kernels = {name: (a["passes"][name]["kernel"], b["passes"][name]["kernel"]) for name in both}
     changed = {name: pair for name, pair in kernels.items() if pair[0] != pair[1]}
@@ -144,9 +158,8 @@ def _change(a: Mapping[str, Any], b: Mapping[str, Any], times: Mapping[Row, floa
     own = {name: entry["kernel"] for name, entry in b["passes"].items()}
     other = dict(own)
     for name, (before, _) in changed.items():
-        fits = not illegal(shape, name, before, (capability[0], capability[1]))
-        other[name] = before if fits else shape.bf16()[name]
-    rows = flat(launches(shape, other))
+        other[name] = shape.bf16()[name] if illegal(shape, name, before, toolbox) else before
+    rows = flat(launches(shape, other, toolbox))
     worth = sum(times[row] for row in rows) - b["predicted_us"] if all(row in times for row in rows) else None
     return Change(b["name"], changed, a["gain_us"], b["gain_us"], worth)
 

@@ -12,6 +12,7 @@ import loka_sim
 from loka_sim.dispatch.candidates import Row
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.decide import STATUSES, Accuracy, Candidate, PassDecision
+from loka_sim.dispatch.operands import DEFAULT_LIBRARIES
 from loka_sim.dispatch.steps import Step
 from loka_sim.statements import statements
 from perfmodel.kernels import KERNELS
@@ -42,6 +43,7 @@ def document(answer: WhatIf) -> dict[str, Any]:
             "max_mere": settings.max_mere,
             "min_speedup": settings.min_speedup,
             "calibration": settings.calibration,
+            "libraries": list(settings.libraries),
         },
         "model": {
             "name": spec.name,
@@ -95,6 +97,7 @@ def command(settings: Settings) -> list[str]:
         ("--max-mere", settings.max_mere, 0.2),
         ("--min-speedup", settings.min_speedup, 1.05),
         ("--calibration", settings.calibration, None),
+        ("--libraries", ",".join(settings.libraries), ",".join(DEFAULT_LIBRARIES)),
     ):
         if value != default:
             words += [option, str(value)]
@@ -174,7 +177,10 @@ def _site(decision: SiteDecision, times: Times) -> dict[str, Any]:
         "around_us": decision.around_us,
         "stored_transposed": sorted(decision.shape.stored_transposed),
         "passes": {
-            name: _pass(decided, decision.shape.gemm(name), decision.shape.bf16()[name], times)
+            name: {
+                **_pass(decided, decision.shape.gemm(name), decision.shape.bf16()[name], times),
+                **({"torchao": _anew(decision.torchao[name])} if decision.torchao else {}),
+            }
             for name, decided in decision.passes.items()
         },
     }
@@ -182,7 +188,6 @@ def _site(decision: SiteDecision, times: Times) -> dict[str, Any]:
 
 def _pass(decided: PassDecision, gemm: tuple[int, int, int, int], bf16: str, times: Times) -> dict[str, Any]:
     m, n, k, groups = gemm
-    spec = KERNELS[decided.kernel]
     launched, *quantize = decided.rows
     return {
         "m": m,
@@ -191,15 +196,13 @@ def _pass(decided: PassDecision, gemm: tuple[int, int, int, int], bf16: str, tim
         "groups": groups,
         "flops": 2 * m * n * k * groups,
         "status": decided.status,
-        "kernel": decided.kernel,
-        "recipe_a": spec.recipe_a,
-        "recipe_b": spec.recipe_b,
-        "accumulation": spec.accumulation,
+        **_kernel(decided.kernel),
         **_three("predicted", decided.predicted),
         **_three("bf16", decided.bf16),
         "gemm_us": times.of[launched].us,
         "quantize_us": times.sum(quantize),
         "quantize": [{"kernel": r.kernel, "rows": r.m, "columns": r.k, "time_us": times.of[r].us} for r in quantize],
+        "quantizers": dict(sorted(decided.makers.items())),
         "speedup": decided.speedup,
         **_accuracy(decided.accuracy),
         "in_sweep": not {launched, Row(bf16, *gemm)} & times.outside,
@@ -207,6 +210,17 @@ def _pass(decided: PassDecision, gemm: tuple[int, int, int, int], bf16: str, tim
         "runner_up": None if decided.runner_up is None else _runner_up(decided.runner_up),
         "candidates": [_candidate(candidate, decided.bf16) for candidate in decided.candidates],
     }
+
+
+def _kernel(name: str) -> dict[str, Any]:
+    spec = KERNELS[name]
+    return {"kernel": name, "recipe_a": spec.recipe_a, "recipe_b": spec.recipe_b, "accumulation": spec.accumulation}
+
+
+def _anew(decided: PassDecision) -> dict[str, Any]:
+    """What a pass runs where torchao cannot run the decision."""
+    mere = _accuracy(decided.accuracy)["mere"]
+    return {**_kernel(decided.kernel), "predicted_us": decided.predicted.us, "mere": mere}
 
 
 def _runner_up(candidate: Candidate) -> dict[str, Any]:

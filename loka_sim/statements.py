@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from loka_sim.dispatch.candidates import launches
+from loka_sim.dispatch.decide import flat
+from loka_sim.dispatch.operands import DEFAULT_LIBRARIES
+from perfmodel.kernels import KERNELS
 
 if TYPE_CHECKING:
     from loka_sim.whatif import WhatIf
@@ -17,7 +20,7 @@ Statement = tuple[str, str]
 
 def statements(answer: WhatIf) -> list[Statement]:
     """Everything a reader must know before trusting the figures: warnings first."""
-    found = [*_statistics(answer), *_sweep(answer), *_left_out(answer)]
+    found = [*_statistics(answer), *_sweep(answer), *_libraries(answer), *_left_out(answer)]
     found.append(("note", "Dense step: GEMMs, quantization, norms, activations and bias gradients, kernel after kernel. "
                   "Copies, concatenations, the loss, the optimizer and embedding look-ups are not in it."))  # fmt: skip
     if answer.settings.calibration is not None:
@@ -49,18 +52,52 @@ def _sweep(answer: WhatIf) -> Iterable[Statement]:
     counts: Counter[object] = Counter()
     outside_us = 0.0
     for site in answer.sites:
-        assignment = {name: decided.kernel for name, decided in site.passes.items()}
-        bf16 = site.shape.bf16()
-        for launched in (launches(site.shape, assignment), launches(site.shape, bf16)):
-            for rows in launched.values():
-                counts.update(row for row in rows if row in answer.times.outside)
-        counts.update(row for row in site.around.rows if row in answer.times.outside)
-        decided = [row for rows in launches(site.shape, assignment).values() for row in rows]
+        decided = [row for entry in site.passes.values() for row in entry.rows]
+        bf16 = flat(launches(site.shape, site.shape.bf16()))
+        counts.update(row for row in (*decided, *bf16, *site.around.rows) if row in answer.times.outside)
         outside_us += answer.times.sum(row for row in (*decided, *site.around.rows) if row in answer.times.outside)
     if counts:
         share = outside_us / answer.decision.total.us
         kernels = f"{len(counts)} kernel time{'s' if len(counts) > 1 else ''}"
         yield "warning", f"{kernels} outside the measured sweep ({share:.0%} of the decided step): extrapolated."
+
+
+def _libraries(answer: WhatIf) -> Iterable[Statement]:
+    """What there was to choose from, where that is not torch alone, and what of it has no time."""
+    asked, toolbox = answer.settings.libraries, answer.toolbox
+    known = {*toolbox.gemms, *toolbox.quantizers}
+    for library in asked:
+        if not any(KERNELS[kernel].library == library for kernel in known):
+            mend = "measure them with `loka-sim collect --gpu`"
+            yield (
+                "warning",
+                f"The time model of {answer.hardware['name']} knows no kernel of {library}: none was considered; {mend}.",
+            )
+    if asked == DEFAULT_LIBRARIES:
+        return
+    untimed = [
+        name for name, spec in KERNELS.items()
+        if spec.library in asked and name not in known and (spec.makes or (spec.is_fp8 and spec.kind == "gemm"))
+    ]  # fmt: skip
+    untimed = [name for name in untimed if any(KERNELS[kernel].library == KERNELS[name].library for kernel in known)]
+    if untimed:
+        yield "note", f"Not considered, the time model does not know them: {', '.join(untimed)}."
+    makers = Counter(row.kernel for site in answer.sites for entry in site.passes.values() for row in entry.rows[1:])
+    if makers:
+        listed = ", ".join(
+            f"{count} x {kernel}" for kernel, count in sorted(makers.items(), key=lambda pair: (-pair[1], pair[0]))
+        )
+        yield "note", f"Quantization and transposition in a step: {listed}."
+    beyond = sorted(
+        {KERNELS[k].library for k in (*makers, *(p.kernel for s in answer.sites for p in s.passes.values()))} - {"torch"}
+    )
+    if beyond:
+        step = next((step for step in answer.steps if step.name == "torchao"), None)
+        instead = "" if step is None else f": its step is {step.total.us:,.0f} us instead of {answer.decision.total.us:,.0f} us"
+        yield (
+            "note",
+            f"The export to torchao cannot run kernels of {' and '.join(beyond)} and decides anew without them{instead}.",
+        )
 
 
 def _left_out(answer: WhatIf) -> Iterable[Statement]:

@@ -19,11 +19,14 @@ from loka_sim.dispatch.around import Around, around
 from loka_sim.dispatch.baselines import BASELINES
 from loka_sim.dispatch.candidates import Row, SiteShape, possible_rows
 from loka_sim.dispatch.cost import Times
-from loka_sim.dispatch.decide import Accuracies, PassDecision, Policy, decide_site
+from loka_sim.dispatch.decide import Accuracies, Decider, PassDecision, Policy
+from loka_sim.dispatch.operands import DEFAULT_LIBRARIES, Toolbox, parse_libraries
 from loka_sim.dispatch.steps import SiteCost, Step, step
+from loka_sim.dispatch.torchao_plan import convertible, expressible
 from loka_sim.errors import UserError, expected_of_lower_floors
 from loka_sim.modelspec import ModelSpec, Site
 from loka_sim.sources import Distributions, distributions, model_spec
+from perfmodel.kernels import KERNELS
 
 if TYPE_CHECKING:
     from perfmodel.model import PerfModel
@@ -49,6 +52,7 @@ class Settings:
         max_mere: Mean element-wise relative error that an FP8 pass must stay below.
         min_speedup: Least speedup, quantization included, for FP8.
         calibration: Folder of a calibration; None for the shipped models as they are.
+        libraries: Whose FP8 kernels were to choose from.
     """
 
     model: str
@@ -60,6 +64,7 @@ class Settings:
     max_mere: float
     min_speedup: float
     calibration: str | None = None
+    libraries: tuple[str, ...] = DEFAULT_LIBRARIES
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class SiteDecision:
         around: Kernels around its GEMMs.
         around_us: Their predicted time.
         statistics: Its distributions were found by `exact` name, by `role`, or are `assumed`.
+        torchao: What its passes run where torchao's conversion must, decided anew; None where it can run `passes`, or can
+            convert no pass of the site.
     """
 
     site: Site
@@ -81,6 +88,7 @@ class SiteDecision:
     around: Around
     around_us: float
     statistics: str
+    torchao: Mapping[str, PassDecision] | None = None
 
     @property
     def bf16_us(self) -> float:
@@ -111,6 +119,7 @@ class WhatIf:
         steps: Step times: bf16, the baselines, the decision last.
         communication: Collectives of one step; None for one GPU.
         times: Every kernel time predicted.
+        toolbox: FP8 kernels that were to choose from: of the libraries asked for those that the time model knows.
     """
 
     settings: Settings
@@ -121,6 +130,7 @@ class WhatIf:
     steps: tuple[Step, ...]
     communication: Communication | None
     times: Times
+    toolbox: Toolbox
 
     @property
     def decision(self) -> Step:
@@ -150,6 +160,7 @@ def whatif(
     max_mere: float = 0.2,
     min_speedup: float = 1.05,
     calibration: str | Path | None = None,
+    libraries: str | Sequence[str] = DEFAULT_LIBRARIES,
 ) -> WhatIf:
     """Decide which GEMMs of a model run in FP8, with which kernel, and predict what that is worth.
 
@@ -164,12 +175,15 @@ def whatif(
         max_mere: Predicted mean element-wise relative error that an FP8 pass must stay below.
         min_speedup: Least predicted speedup over bf16, quantization included.
         calibration: Folder that `loka-sim validate --gpu` or `collect --gpu` wrote: both models as one machine corrected them.
+        libraries: Whose FP8 kernels to choose from: names of `dispatch.operands.LIBRARIES`, or `all`. By default torch's, which
+            is what `export` can hand to a training job.
 
     Raises:
         UserError: an argument is wrong; one line that names it and the mend.
         DataError: data are missing or do not fit the model.
     """
     _check(gpus, max_mere, min_speedup)
+    chosen = parse_libraries(libraries)
     spec, names = model_spec(model, mods)
     size = spec.batch if batch is None else batch
     _check_sizes(spec, size)
@@ -179,7 +193,7 @@ def whatif(
     if measured is not None:
         hardware = measured.hardware
     folder = None if calibration is None else str(calibration)
-    settings = Settings(name, size, gpus, hardware, statistics, names, max_mere, min_speedup, folder)
+    settings = Settings(name, size, gpus, hardware, statistics, names, max_mere, min_speedup, folder, chosen)
     import perfmodel
 
     with expected_of_lower_floors():
@@ -187,21 +201,25 @@ def whatif(
     known = distributions(spec, statistics, names)
     exchanged = communication(spec, gpus, hardware)
     major, minor = timing.hardware.capability
-    policy = Policy(max_mere, min_speedup, (major, minor))
+    policy = Policy(max_mere, min_speedup)
+    toolbox, torch = (Toolbox.of(names, timing.manifest["kernels"], (major, minor)) for names in (chosen, ("torch",)))
     shapes = [SiteShape.of(site, size) for site in spec.sites]
     arounds = [around(site, size) for site in spec.sites]
     rows: set[Row] = {row for beside in arounds for row in beside.rows}
     for shape in set(shapes):
-        rows |= possible_rows(shape, policy.capability)
+        # torch's kernels always: the baselines and torchao run them.
+        rows |= possible_rows(shape, toolbox) | possible_rows(shape, torch)
     times = Times.predict(timing, rows)
-    errors = Errors(policy.capability, {} if measured is None else measured.mere_factors)
-    decided, accuracies = _decide(spec, shapes, known, times, policy, errors)
+    errors = Errors(toolbox, {} if measured is None else measured.mere_factors)
+    decider, torchao = Decider(times, policy, toolbox), Decider(times, policy, expressible(torch))
+    decided, accuracies = _decide(spec, shapes, known, decider, torchao, errors)
     sites = tuple(
-        SiteDecision(site, shape, passes, beside, times.sum(beside.rows), known.how(site.name))
-        for site, shape, passes, beside in zip(spec.sites, shapes, decided, arounds, strict=True)
+        SiteDecision(site, shape, passes, beside, times.sum(beside.rows), known.how(site.name), anew)
+        for site, shape, (passes, anew), beside in zip(spec.sites, shapes, decided, arounds, strict=True)
     )
     costs = [SiteCost(*entry) for entry in zip(shapes, arounds, accuracies, strict=True)]
-    return WhatIf(settings, spec, _hardware(timing), known, sites, _steps(spec, costs, sites, times, policy), exchanged, times)
+    steps = _steps(spec, costs, sites, decider, torch)
+    return WhatIf(settings, spec, _hardware(timing), known, sites, steps, exchanged, times, decider.toolbox)
 
 
 def _check(gpus: int, max_mere: float, min_speedup: float) -> None:
@@ -241,37 +259,55 @@ def _largest(sizes: Sequence[int]) -> int:
     return groups * max(m * n, m * k, n * k)
 
 
+_Decisions = tuple[dict[str, PassDecision], dict[str, PassDecision] | None]
+"""Of a site: as decided, and as torchao must run it where it cannot run that."""
+
+
 def _decide(
-    spec: ModelSpec, shapes: Sequence[SiteShape], known: Distributions, times: Times, policy: Policy, errors: Errors
-) -> tuple[list[dict[str, PassDecision]], list[Accuracies]]:
+    spec: ModelSpec, shapes: Sequence[SiteShape], known: Distributions, decider: Decider, torchao: Decider, errors: Errors
+) -> tuple[list[_Decisions], list[Accuracies]]:
     """Decisions and predicted errors per site; sites that are alike are decided once."""
-    memo: dict[tuple[SiteShape, int], tuple[dict[str, PassDecision], Accuracies]] = {}
+    memo: dict[tuple[SiteShape, int, bool], tuple[_Decisions, Accuracies]] = {}
     decided, accuracies = [], []
     for site, shape in zip(spec.sites, shapes, strict=True):
         statistics = known.of(site.name)
-        key = (shape, id(statistics))
+        key = (shape, id(statistics), convertible(site.name, site.op, site.weight))
         if key not in memo:
             found = errors.of_site(shape, statistics)
-            memo[key] = decide_site(shape, times, found, policy), found
+            passes = decider.decide(shape, found)
+            beyond = any(KERNELS[p.kernel].is_fp8 and p.kernel not in torchao.toolbox.gemms for p in passes.values())
+            beyond |= any(KERNELS[row.kernel].library != "torch" for p in passes.values() for row in p.rows)
+            memo[key] = (passes, torchao.decide(shape, found) if beyond and key[2] else None), found
         decided.append(memo[key][0])
         accuracies.append(memo[key][1])
     return decided, accuracies
 
 
 def _steps(
-    spec: ModelSpec, costs: Sequence[SiteCost], sites: Sequence[SiteDecision], times: Times, policy: Policy
+    spec: ModelSpec, costs: Sequence[SiteCost], sites: Sequence[SiteDecision], decider: Decider, torch: Toolbox
 ) -> tuple[Step, ...]:
+    times, max_mere = decider.times, decider.policy.max_mere
     steps = [
         step(
             baseline.name, baseline.label, baseline.description, costs,
-            [baseline.assignment(site, cost.shape, policy.capability) for site, cost in zip(spec.sites, costs, strict=True)],
-            times, policy.max_mere,
+            [baseline.assignment(site, cost.shape, torch) for site, cost in zip(spec.sites, costs, strict=True)], times, max_mere,
         )
         for baseline in BASELINES
     ]  # fmt: skip
+    if any(site.torchao for site in sites):
+        described = "the decision for torchao: among torch's tensorwise and rowwise kernels, linears alone"
+        run = [_in_torchao(site) for site in sites]
+        steps.append(step("torchao", "decision for torchao", described, costs, run, times, max_mere, torch))
     chosen = [{name: entry.kernel for name, entry in site.passes.items()} for site in sites]
     described = "each pass on its own: fastest accurate kernel where the gain is sure, bf16 elsewhere"
-    return (*steps, step("decision", "loka-sim's decision", described, costs, chosen, times, policy.max_mere))
+    return (*steps, step("decision", "loka-sim's decision", described, costs, chosen, times, max_mere, decider.toolbox))
+
+
+def _in_torchao(site: SiteDecision) -> dict[str, str]:
+    """What torchao runs of a decision."""
+    if not convertible(site.site.name, site.site.op, site.site.weight):
+        return site.shape.bf16()
+    return {name: decided.kernel for name, decided in (site.torchao or site.passes).items()}
 
 
 def _hardware(timing: PerfModel) -> dict[str, Any]:

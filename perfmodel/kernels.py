@@ -20,9 +20,14 @@ class KernelSpec:
         recipe_a: Recipe of the left operand (M, K), for `numerics.Recipe.parse`; bf16 for none.
         recipe_b: Recipe of the right operand, stored (N, K).
         accumulation: `hopper_fast`, `hopper_split` or `fp32` (see `numerics.fp8_matmul`).
-        quantize_a: Kernel that makes the left operand from a row-major bf16 (M, K); None for none.
-        quantize_b: Kernel that makes the right operand from a row-major bf16 (N, K).
+        takes_a: What the left operand of an FP8 GEMM must be: its scaling, and the order of the scales where that matters. A
+            quantizer whose `makes` is the same fits, whatever its library; None for bf16.
+        takes_b: Of the right operand likewise.
+        makes: What a quantizer's result is, in the same words; None for other kernels, and where no GEMM may take it unasked.
+        readings: How a quantizer's result lies, and what its scales run along: `False` for (rows, columns) as the tensor is
+            stored, `True` for (columns, rows). A kernel of two makes both from one read.
         multiple_m: M must be a multiple of this; likewise N and K.
+        most_groups: Products that one call takes at most; None for any number.
         min_capability: Least CUDA compute capability.
         requires: The distribution that it comes from, as a PEP 508 requirement; None where torch and triton are enough.
         module: What is imported to run it; None likewise.
@@ -33,11 +38,14 @@ class KernelSpec:
     recipe_a: str | None = None
     recipe_b: str | None = None
     accumulation: str = "fp32"
-    quantize_a: str | None = None
-    quantize_b: str | None = None
+    takes_a: str | None = None
+    takes_b: str | None = None
+    makes: str | None = None
+    readings: tuple[bool, ...] = ()
     multiple_m: int = 1
     multiple_n: int = 1
     multiple_k: int = 1
+    most_groups: int | None = None
     min_capability: tuple[int, int] = (8, 0)
     requires: str | None = None
     module: str | None = None
@@ -52,15 +60,25 @@ class KernelSpec:
         """Whether the operands are FP8."""
         return self.recipe_a is not None and self.recipe_a != "bf16"
 
-    def illegal(self, m: int, n: int, k: int, capability: tuple[int, int] = (9, 0)) -> str | None:
-        """Why this kernel cannot run an (m, n, k) GEMM on that hardware; None when it can."""
+    def illegal(self, m: int, n: int, k: int, capability: tuple[int, int] = (9, 0), groups: int = 1) -> str | None:
+        """Why this kernel cannot run `groups` (m, n, k) GEMMs on that hardware; None when it can."""
         if capability < self.min_capability:
             return f"{self.name} needs compute capability {self.min_capability[0]}.{self.min_capability[1]}"
         for letter, size, multiple in (("M", m, self.multiple_m), ("N", n, self.multiple_n), ("K", k, self.multiple_k)):
             if size % multiple:
                 return f"{letter} = {size} is no multiple of {multiple}"
+        if self.most_groups is not None and groups > self.most_groups:
+            return f"{groups} groups are more than {self.most_groups}"
         return None
 
+
+BY_ROWS = "block1x128"
+"""1 x 128 blocks whose scales lie as the blocks do, (rows, columns / 128) row-major."""
+BY_COLUMNS = "block1x128, rows fastest"
+"""1 x 128 blocks with the row as the fastest index of their scales, as cuBLAS and DeepGEMM take them."""
+SQUARE = ("tensorwise", "block128x128")
+"""What a GEMM takes that stays right when it is transposed: the scales' blocks are as wide as high. Row and 1x128 scales belong
+to one direction; the other needs a quantization of its own."""
 
 _BLOCK128: dict[str, Any] = {"multiple_n": 128, "multiple_k": 128}
 _FBGEMM: dict[str, Any] = {"requires": "fbgemm-gpu-genai>=1.0", "module": "fbgemm_gpu"}
@@ -69,21 +87,20 @@ _DEEPGEMM: dict[str, Any] = {"requires": "deep-gemm @ git+https://github.com/dee
 _TE: dict[str, Any] = {"requires": "transformer-engine>=2.3", "module": "transformer_engine"}
 
 
-def _fp8(name: str, scaling: str, accumulation: str, quantizers: str = "torch", **fields: Any) -> KernelSpec:
+def _fp8(name: str, scaling: str, accumulation: str, **fields: Any) -> KernelSpec:
     """An FP8 GEMM that scales both operands alike; the fields of `KernelSpec` that differ from cuBLAS' may follow."""
-    quantize = f"{quantizers}/quantize_{scaling}"
     fields = {"multiple_n": 16, "multiple_k": 16, **fields}
     return KernelSpec(
-        name, "gemm", f"e4m3/{scaling}", f"e4m3/{scaling}", f"hopper_{accumulation}", quantize, quantize,
+        name, "gemm", f"e4m3/{scaling}", f"e4m3/{scaling}", f"hopper_{accumulation}", scaling, scaling,
         min_capability=(9, 0), **fields,
     )  # fmt: skip
 
 
-def _block128(name: str, quantizers: str = "torch", **fields: Any) -> KernelSpec:
+def _block128(name: str, **fields: Any) -> KernelSpec:
     """An FP8 GEMM of 1x128 by 128x128 blocks."""
     return KernelSpec(
-        name, "gemm", "e4m3/block1x128", "e4m3/block128x128", "hopper_split", f"{quantizers}/quantize_block1x128",
-        f"{quantizers}/quantize_block128x128", min_capability=(9, 0), **_BLOCK128, **fields,
+        name, "gemm", "e4m3/block1x128", "e4m3/block128x128", "hopper_split", BY_COLUMNS, "block128x128",
+        min_capability=(9, 0), **_BLOCK128, **fields,
     )  # fmt: skip
 
 
@@ -91,7 +108,7 @@ def _grouped(accumulation: str) -> KernelSpec:
     """`torch._scaled_grouped_mm` of equal groups, scaled by rows."""
     return KernelSpec(
         f"torch/fp8_grouped_rowwise_{accumulation}", "batched_gemm", "e4m3/rowwise", "e4m3/rowwise", f"hopper_{accumulation}",
-        "torch/quantize_rowwise", "torch/quantize_rowwise", multiple_n=16, multiple_k=16, min_capability=(9, 0),
+        "rowwise", "rowwise", multiple_n=16, multiple_k=16, most_groups=1024, min_capability=(9, 0),
     )  # fmt: skip
 
 
@@ -102,20 +119,28 @@ def _linear(name: str, recipe: str | None = None, **fields: Any) -> KernelSpec:
     return KernelSpec(name, "linear", recipe or "bf16", recipe or "bf16", min_capability=capability, **multiples, **fields)
 
 
+_READINGS = {"": (False,), "_transposed": (True,), "_dual": (False, True)}
+
+
 def _quantizers(library: str, suffix: str = "") -> tuple[KernelSpec, ...]:
     """One for every scaling. Row-major bf16 (rows, cols) in; e4m3 and FP32 scales out.
 
     `_transposed`: the e4m3 result is (cols, rows) row-major and scaled along rows, as grad_weight needs it. `_dual`: both
-    results from one kernel.
+    results from one kernel. torch's 1 x 128 scales are made as cuBLAS takes them.
     """
+
+    def quantizer(scaling: str, makes: str = "", **multiples: Any) -> KernelSpec:
+        name = f"{library}/quantize_{scaling}{suffix}"
+        return KernelSpec(name, "quantize", makes=makes or scaling, readings=_READINGS[suffix], **multiples)
+
     return (
-        KernelSpec(f"{library}/quantize_tensorwise{suffix}", "quantize"),
-        KernelSpec(f"{library}/quantize_rowwise{suffix}", "quantize"),
-        KernelSpec(
-            f"{library}/quantize_block1x128{suffix}", "quantize",
+        quantizer("tensorwise"),
+        quantizer("rowwise"),
+        quantizer(
+            "block1x128", BY_COLUMNS if library == "torch" else BY_ROWS,
             multiple_m=128 if suffix else 1, multiple_k=1 if (library, suffix) == ("torch", "_transposed") else 128,
         ),
-        KernelSpec(f"{library}/quantize_block128x128{suffix}", "quantize", multiple_m=128, multiple_k=128),
+        quantizer("block128x128", multiple_m=128, multiple_k=128),
     )  # fmt: skip
 
 
@@ -130,13 +155,13 @@ KERNELS: dict[str, KernelSpec] = {
         _grouped("fast"),
         _grouped("split"),
         # Our own, in Triton, for outputs so small that the above leave most of the GPU idle.
-        *(_fp8(f"loka/fp8_{s}_{h}", s, h, "loka", multiple_n=1) for s in ("tensorwise", "rowwise") for h in ("fast", "split")),
-        _fp8("fbgemm/fp8_rowwise_fast", "rowwise", "fast", "fbgemm", **_FBGEMM),
-        _fp8("fbgemm/fp8_rowwise_split", "rowwise", "split", "fbgemm", **_FBGEMM),
+        *(_fp8(f"loka/fp8_{s}_{how}", s, how, multiple_n=1) for s in ("tensorwise", "rowwise") for how in ("fast", "split")),
+        _fp8("fbgemm/fp8_rowwise_fast", "rowwise", "fast", **_FBGEMM),
+        _fp8("fbgemm/fp8_rowwise_split", "rowwise", "split", **_FBGEMM),
         # Tiles of 128 x 128 on both sides.
-        replace(_block128("fbgemm/fp8_block128", "loka", **_FBGEMM), recipe_a="e4m3/block128x128",
-                quantize_a="loka/quantize_block128x128", multiple_m=128),
-        _block128("deepgemm/fp8_block128", "loka", **_DEEPGEMM),
+        replace(_block128("fbgemm/fp8_block128", **_FBGEMM), recipe_a="e4m3/block128x128", takes_a="block128x128",
+                multiple_m=128),
+        _block128("deepgemm/fp8_block128", **_DEEPGEMM),
         # Whole layers, as a user would convert them.
         _linear("torch/linear_bf16"),
         _linear("torchao/linear_tensorwise", "e4m3/tensorwise", **_TORCHAO),
@@ -151,10 +176,11 @@ KERNELS: dict[str, KernelSpec] = {
         *_quantizers("loka"),
         *_quantizers("loka", "_transposed"),
         *_quantizers("loka", "_dual"),
-        # The amax of an earlier step scales it, and its own amax comes out for the next.
-        KernelSpec("loka/quantize_tensorwise_delayed", "quantize"),
-        KernelSpec("fbgemm/quantize_tensorwise", "quantize", **_FBGEMM),
-        KernelSpec("fbgemm/quantize_rowwise", "quantize", multiple_k=4, **_FBGEMM),
+        # The amax of an earlier step scales it, and its own amax comes out for the next. Another scale, another error: not taken
+        # in place of the others.
+        KernelSpec("loka/quantize_tensorwise_delayed", "quantize", readings=(False,)),
+        KernelSpec("fbgemm/quantize_tensorwise", "quantize", makes="tensorwise", readings=(False,), **_FBGEMM),
+        KernelSpec("fbgemm/quantize_rowwise", "quantize", makes="rowwise", readings=(False,), multiple_k=4, **_FBGEMM),
         # e4m3 (rows, cols) in, e4m3 (cols, rows) out.
         KernelSpec("torch/transpose_e4m3", "layout"),
         # bf16 (rows, cols) in and out, compiled. An activation behind a norm fuses into it.

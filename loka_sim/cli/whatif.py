@@ -35,6 +35,11 @@ def add(verbs: Any) -> None:
     verb.add_argument(
         "--calibration", metavar="DIR", help="both models as a machine of yours corrected them (see validate and collect)"
     )
+    verb.add_argument(
+        "--libraries", default="torch", metavar="LIST",
+        help="whose FP8 kernels to choose from: torch, loka, fbgemm, deepgemm, all; comma-separated (default: torch, which is "
+        "what the export to torchao can run; it decides anew where kernels of others were chosen)",
+    )  # fmt: skip
     verb.add_argument("--json", action="store_true", help="print every figure as JSON")
     verb.add_argument("--out", type=Path, metavar="DIR", help="write dispatch table, report and manifest into a folder")
     verb.set_defaults(run=run)
@@ -58,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_mere=arguments.max_mere,
         min_speedup=arguments.min_speedup,
         calibration=arguments.calibration,
+        libraries=arguments.libraries,
     )
     document = answer.to_dict()
     if folder is not None:

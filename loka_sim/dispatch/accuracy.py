@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from loka_sim.dispatch.candidates import SiteShape, legal_fp8
 from loka_sim.dispatch.decide import Accuracy
+from loka_sim.dispatch.operands import TORCH, Toolbox
+from perfmodel.gemm_plan import plan_of
 from perfmodel.kernels import KERNELS
 
 if TYPE_CHECKING:
@@ -20,16 +23,14 @@ if TYPE_CHECKING:
 class Errors:
     """Predicts GEMM errors, each (distributions, shape, recipes) once."""
 
-    def __init__(
-        self, capability: tuple[int, int] = (9, 0), mere_factors: Mapping[str, Mapping[str, float]] | None = None
-    ) -> None:
+    def __init__(self, toolbox: Toolbox = TORCH, mere_factors: Mapping[str, Mapping[str, float]] | None = None) -> None:
         """Start with nothing predicted.
 
         Args:
-            capability: CUDA compute capability that kernels must be legal on.
+            toolbox: Kernels whose errors are asked for; those of torch, which the baselines run, always are.
             mere_factors: Kernel -> pass -> factor on the predicted MERE, from a calibration; the SQNR moves with it.
         """
-        self.capability = capability
+        self._toolboxes = dict.fromkeys((toolbox, replace(TORCH, capability=toolbox.capability)))
         self._factors = mere_factors or {}
         self._memo: dict[tuple[object, ...], Accuracy] = {}
         self._kept: list[object] = []
@@ -44,7 +45,7 @@ class Errors:
         """
         result = {}
         for name in shape.names:
-            kernels = legal_fp8(shape, name, self.capability)
+            kernels = dict.fromkeys(kernel for some in self._toolboxes for kernel in legal_fp8(shape, name, some))
             if kernels:
                 left, right = self._operands(name, statistics)
                 signal = statistics.gradient if statistics is not None and name == "grad_weight" else None
@@ -84,16 +85,25 @@ class Errors:
     ) -> Accuracy:  # fmt: skip
         spec = KERNELS[kernel]
         assert spec.recipe_a is not None and spec.recipe_b is not None
-        key: tuple[object, ...] = (id(left), id(right), shape, kernel, signal, pair)
+        recipes, split_k = (spec.recipe_a, spec.recipe_b, spec.accumulation), parts_of_k(kernel, shape)
+        key: tuple[object, ...] = (id(left), id(right), shape, recipes, split_k, signal, pair)
         if key not in self._memo:
             from numerics.predict import predict_gemm_error
-            from numerics.tensor_core import estimated_split_k
 
-            # Rowwise kernels never split K; where each 128 of K go into FP32 anyhow it does not matter.
-            split_k = estimated_split_k(*shape) if kernel == "torch/fp8_tensorwise_fast" else 1
-            error = predict_gemm_error(
-                left, right, shape, spec.recipe_a, spec.recipe_b, spec.accumulation, signal, pair=pair, split_k=split_k
-            )
+            error = predict_gemm_error(left, right, shape, *recipes, signal, pair=pair, split_k=split_k)
             self._memo[key] = Accuracy(float(error.mere), float(error.sqnr_db))
             self._kept += [left, right]  # an id stands for its object only while that object lives
         return self._memo[key]
+
+
+def parts_of_k(kernel: str, shape: tuple[int, int, int]) -> int:
+    """Parts of K that a kernel sums apart, where that changes its error.
+
+    torch's rowwise kernels never split K, FBGEMM's are not known to; where each 128 of K go into FP32 it does not matter.
+    """
+    if kernel == "torch/fp8_tensorwise_fast":
+        from numerics.tensor_core import estimated_split_k
+
+        return estimated_split_k(*shape)
+    spec = KERNELS[kernel]
+    return plan_of(*shape).parts if spec.library == "loka" and spec.accumulation == "hopper_fast" else 1

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from loka_sim.dispatch.candidates import SiteShape, illegal
+from loka_sim.dispatch.operands import TORCH, Toolbox
 from loka_sim.modelspec import Site
 
 
@@ -31,7 +32,7 @@ class Baseline:
     scaling: str | None
     wants: Callable[[int, int], bool]
 
-    def assignment(self, site: Site, shape: SiteShape, capability: tuple[int, int] = (9, 0)) -> dict[str, str]:
+    def assignment(self, site: Site, shape: SiteShape, torch: Toolbox = TORCH) -> dict[str, str]:
         """Kernel per pass that this conversion gives a site.
 
         All passes of a module change together. A module with a pass that its kernels refuse stays bf16: torchao
@@ -42,7 +43,8 @@ class Baseline:
             return stays
         _, n, k, _ = shape.gemm("output")
         converted = {name: f"torch/fp8_{self.scaling}_{'fast' if name == 'output' else 'split'}" for name in shape.names}
-        if not self.wants(n, k) or any(illegal(shape, name, kernel, capability) for name, kernel in converted.items()):
+        able = all(kernel in torch.gemms and not illegal(shape, name, kernel, torch) for name, kernel in converted.items())
+        if not (self.wants(n, k) and able):
             return stays
         return converted
 

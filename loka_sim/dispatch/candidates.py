@@ -18,25 +18,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+from loka_sim.dispatch.operands import TORCH, TRANSPOSE, Row, Toolbox
 from loka_sim.modelspec import PASSES, Site
-from perfmodel.kernels import GEMM_KERNELS, KERNELS
+from perfmodel.kernels import KERNELS
 
 BF16 = "torch/bf16"
 BF16_BATCHED = "torch/bf16_batched"
-FP8_KERNELS = tuple(name for name in GEMM_KERNELS if KERNELS[name].is_fp8 and KERNELS[name].library == "torch")
 
 Assignment = Mapping[str, str]
 """Kernel name per pass."""
-
-
-class Row(NamedTuple):
-    """One kernel launch as the time model takes it; quantize, layout and pointwise kernels have n = 1."""
-
-    kernel: str
-    m: int
-    n: int
-    k: int
-    groups: int = 1
 
 
 class Use(NamedTuple):
@@ -52,28 +42,6 @@ OPERANDS: dict[str, tuple[Use, Use]] = {
     "grad_weight": (Use("g", True), Use("x", True)),
 }
 """Left and right operand of each pass."""
-
-TRANSPOSE = "torch/transpose_e4m3"
-
-TRANSPOSABLE = frozenset({"torch/quantize_tensorwise", "torch/quantize_block128x128"})
-"""Quantizers whose result, transposed, is the transposed tensor's own quantization (the scales' blocks are
-square), so that a second reading costs a transposition of 8-bit values. Row and 1x128 scales belong to one
-direction: the other needs a quantization of its own."""
-
-
-def producers(quantizer: str, orientations: frozenset[bool]) -> dict[bool, str]:
-    """Kernels that make a tensor's quantized readings: False as stored, True transposed.
-
-    Args:
-        quantizer: Name of the quantizer that reads the tensor as stored.
-        orientations: Which readings are needed.
-
-    Returns:
-        The kernel that each needed reading adds.
-    """
-    both = len(orientations) == 2
-    transposed = TRANSPOSE if both and quantizer in TRANSPOSABLE else f"{quantizer}_transposed"
-    return {flag: transposed if flag else quantizer for flag in orientations}
 
 
 @dataclass(frozen=True)
@@ -111,10 +79,15 @@ class SiteShape:
         return next(entry[1:] for entry in self.passes if entry[0] == name)
 
     def tensor(self, tensor: str) -> tuple[int, int]:
-        """Rows and columns of x (M, K), w (N, K) or g (M, N) as the model stores it."""
-        m, n, k, _ = self.gemm("output")
+        """Rows and columns of x (M, K), w (N, K) or g (M, N) as the model stores it; the rows of all groups together."""
+        m, n, k, groups = self.gemm("output")
         rows, columns = {"x": (m, k), "w": (n, k), "g": (m, n)}[tensor]
-        return (columns, rows) if tensor in self.stored_transposed else (rows, columns)
+        return (groups * columns, rows) if tensor in self.stored_transposed else (groups * rows, columns)
+
+    def reads(self, name: str) -> tuple[tuple[str, bool], tuple[str, bool]]:
+        """Left and right operand of a pass: the tensor, and whether it is read transposed to how it is stored."""
+        left, right = OPERANDS[name]
+        return tuple((use.tensor, use.transposed != (use.tensor in self.stored_transposed)) for use in (left, right))  # type: ignore[return-value]
 
     def bf16(self) -> dict[str, str]:
         """The assignment that leaves every pass in bf16."""
@@ -122,10 +95,10 @@ class SiteShape:
 
 
 @cache
-def illegal(shape: SiteShape, name: str, kernel: str, capability: tuple[int, int] = (9, 0)) -> str | None:
+def illegal(shape: SiteShape, name: str, kernel: str, toolbox: Toolbox = TORCH) -> str | None:
     """Why a pass cannot run a kernel, in words; None when it can.
 
-    The quantizers that the kernel needs must be legal too.
+    There must be a legal quantizer for each operand too.
     """
     m, n, k, groups = shape.gemm(name)
     spec = KERNELS[kernel]
@@ -133,75 +106,95 @@ def illegal(shape: SiteShape, name: str, kernel: str, capability: tuple[int, int
         return f"{groups} GEMMs in one batched call, and {kernel} has no batched form"
     if groups == 1 and spec.kind == "batched_gemm":
         return f"{kernel} is for batched calls"
-    reason = spec.illegal(m, n, k, capability)
+    reason = spec.illegal(m, n, k, toolbox.capability, groups)
     if reason or not spec.is_fp8:
         return reason
-    for row in launches(shape, {name: kernel})[name]:
-        reason = KERNELS[row.kernel].illegal(row.m, row.n, row.k, capability)
-        if reason:
-            return f"{row.kernel}: {reason}"
+    for (tensor, turned), takes in zip(shape.reads(name), (spec.takes_a, spec.takes_b), strict=True):
+        assert takes is not None
+        if groups != 1 and turned:
+            return f"{tensor} is read transposed in each of {groups} groups, and no quantizer does that"
+        if not toolbox.ways(takes, frozenset({turned}), *shape.tensor(tensor)):
+            return _unmade(takes, turned, *shape.tensor(tensor), toolbox)
     return None
 
 
-def legal_fp8(shape: SiteShape, name: str, capability: tuple[int, int] = (9, 0)) -> tuple[str, ...]:
+def _unmade(takes: str, turned: bool, height: int, width: int, toolbox: Toolbox) -> str:
+    """Why no quantizer makes an operand."""
+    for quantizer in toolbox.quantizers:
+        spec = KERNELS[quantizer]
+        if spec.makes == takes and spec.readings == (turned,):
+            return f"{quantizer}: {spec.illegal(height, 1, width, toolbox.capability)}"
+    libraries = ", ".join(dict.fromkeys(KERNELS[name].library for name in toolbox.quantizers)) or "these libraries"
+    return f"no quantizer of {libraries} makes {takes}{' of the transposed tensor' if turned else ''}"
+
+
+def legal_fp8(shape: SiteShape, name: str, toolbox: Toolbox = TORCH) -> tuple[str, ...]:
     """FP8 kernels that a pass may run."""
-    return tuple(kernel for kernel in FP8_KERNELS if illegal(shape, name, kernel, capability) is None)
+    return tuple(kernel for kernel in toolbox.gemms if illegal(shape, name, kernel, toolbox) is None)
 
 
-def launches(shape: SiteShape, assignment: Assignment) -> dict[str, tuple[Row, ...]]:
+def _read(shape: SiteShape, assignment: Assignment) -> dict[tuple[str, str], dict[bool, str]]:
+    """Per tensor and what is taken of it: the pass that takes each quantized reading."""
+    found: dict[tuple[str, str], dict[bool, str]] = {}
+    for name, kernel in assignment.items():
+        spec = KERNELS[kernel]
+        for (tensor, turned), takes in zip(shape.reads(name), (spec.takes_a, spec.takes_b), strict=True):
+            if takes is not None:
+                found.setdefault((tensor, takes), {})[turned] = name
+    return found
+
+
+def launches(shape: SiteShape, assignment: Assignment, toolbox: Toolbox = TORCH) -> dict[str, tuple[Row, ...]]:
     """Every kernel that an assignment launches, under the pass that needs it: its GEMM first.
 
-    A quantizer stands under the pass that reads its result, a transposition of a shared result under the
-    pass that reads it transposed; so the passes' rows add up to the site's, none counted twice.
+    A quantizer stands under the pass that reads its result, and under the one that runs first where two do; a transposition
+    of a shared result under the pass that reads it transposed. So the passes' rows add up to the site's, none counted twice.
 
     Args:
         shape: The site.
         assignment: Kernel per pass; passes left out launch nothing.
+        toolbox: What makes the operands.
     """
     rows = {name: [Row(kernel, *shape.gemm(name))] for name, kernel in assignment.items()}
-    readings: dict[tuple[str, str], dict[bool, str]] = {}
-    for name, kernel in assignment.items():
-        spec = KERNELS[kernel]
-        for quantizer, use in zip((spec.quantize_a, spec.quantize_b), OPERANDS[name], strict=True):
-            if quantizer is not None:
-                as_stored = use.transposed != (use.tensor in shape.stored_transposed)
-                readings.setdefault((use.tensor, quantizer), {})[as_stored] = name
-    for (tensor, quantizer), readers in readings.items():
-        height, width = shape.tensor(tensor)
-        for orientation, kernel in producers(quantizer, frozenset(readers)).items():
-            rows[readers[orientation]].append(Row(kernel, height, 1, width))
+    for (tensor, takes), readers in _read(shape, assignment).items():
+        for launch in toolbox.fastest(takes, frozenset(readers), *shape.tensor(tensor)):
+            first = min((readers[reading] for reading in launch.readings), key=PASSES.index)
+            rows[first].append(launch.row)
     return {name: tuple(launched) for name, launched in rows.items()}
 
 
-def shared_tensors(shape: SiteShape, assignment: Assignment, name: str) -> tuple[str, ...]:
-    """Tensors of x, w, g whose quantization a pass shares with another pass of the assignment."""
-
-    def readings(kernel: str, which: str) -> dict[str, str]:
-        quantizers = (KERNELS[kernel].quantize_a, KERNELS[kernel].quantize_b)
-        return {use.tensor: q for q, use in zip(quantizers, OPERANDS[which], strict=True) if q in TRANSPOSABLE}
-
-    others = [readings(kernel, other) for other, kernel in assignment.items() if other != name]
-    own = readings(assignment[name], name)
-    return tuple(tensor for tensor, q in own.items() if any(other.get(tensor) == q for other in others))
+def operand_makers(shape: SiteShape, assignment: Assignment, toolbox: Toolbox = TORCH) -> dict[str, dict[str, str]]:
+    """Per pass: the kernel that each of its quantized tensors comes from, in the reading that the pass takes."""
+    found: dict[str, dict[str, str]] = {name: {} for name in assignment}
+    for (tensor, takes), readers in _read(shape, assignment).items():
+        for launch in toolbox.fastest(takes, frozenset(readers), *shape.tensor(tensor)):
+            for reading in launch.readings:
+                found[readers[reading]][tensor] = launch.row.kernel
+    return found
 
 
-def possible_rows(shape: SiteShape, capability: tuple[int, int] = (9, 0)) -> set[Row]:
-    """Every row that some assignment of legal kernels may launch, bf16 included."""
+def shared_tensors(shape: SiteShape, assignment: Assignment, name: str, toolbox: Toolbox = TORCH) -> tuple[str, ...]:
+    """Tensors of x, w, g of whose quantization another pass of the assignment has a use too."""
+    found = []
+    for (tensor, takes), readers in _read(shape, assignment).items():
+        if len(readers) == 2 and name in readers.values():
+            way = toolbox.fastest(takes, frozenset(readers), *shape.tensor(tensor))
+            if len(way) == 1 or way[1].row.kernel == TRANSPOSE:
+                found.append(tensor)
+    return tuple(found)
+
+
+def possible_rows(shape: SiteShape, toolbox: Toolbox = TORCH) -> set[Row]:
+    """Every row that some assignment of legal kernels may launch, bf16 included, by whichever way its operands are made."""
     found = {Row(kernel, *shape.gemm(name)) for name, kernel in shape.bf16().items()}
-    tensors: dict[tuple[str, str], set[bool]] = {}
+    readings: dict[tuple[str, str], set[bool]] = {}
     for name in shape.names:
-        for kernel in legal_fp8(shape, name, capability):
+        for kernel in legal_fp8(shape, name, toolbox):
             found.add(Row(kernel, *shape.gemm(name)))
-            spec = KERNELS[kernel]
-            for quantizer, use in zip((spec.quantize_a, spec.quantize_b), OPERANDS[name], strict=True):
-                assert quantizer is not None
-                as_stored = use.transposed != (use.tensor in shape.stored_transposed)
-                tensors.setdefault((use.tensor, quantizer), set()).add(as_stored)
-    for (tensor, quantizer), orientations in tensors.items():
-        height, width = shape.tensor(tensor)
-        wanted = [frozenset({flag}) for flag in orientations]
-        if len(orientations) == 2:
-            wanted.append(frozenset(orientations))
-        for some in wanted:
-            found.update(Row(kernel, height, 1, width) for kernel in producers(quantizer, some).values())
+            for (tensor, takes), turned in _read(shape, {name: kernel}).items():
+                readings.setdefault((tensor, takes), set()).update(turned)
+    for (tensor, takes), needed in readings.items():
+        for some in {frozenset(needed), *(frozenset({reading}) for reading in needed)}:
+            for way in toolbox.ways(takes, some, *shape.tensor(tensor)):
+                found.update(launch.row for launch in way)
     return found

@@ -10,6 +10,7 @@ from loka_sim.dispatch.around import Around
 from loka_sim.dispatch.candidates import Row, SiteShape, launches
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.decide import Accuracies, flat
+from loka_sim.dispatch.operands import TORCH, Toolbox
 from perfmodel.kernels import KERNELS
 
 
@@ -82,15 +83,16 @@ def step(
     assignments: Sequence[Mapping[str, str]],
     times: Times,
     max_mere: float,
+    toolbox: Toolbox = TORCH,
 ) -> Step:
-    """Add up a model's sites under one assignment each."""
+    """Add up a model's sites under one assignment each, their operands made by the fastest kernels of a toolbox."""
     bf16_gemms: Counter[Row] = Counter()
     gemms: Counter[Row] = Counter()
     others: Counter[Row] = Counter()
     fp8_sites = fp8_passes = unsafe = 0
     for site, assignment in zip(sites, assignments, strict=True):
         bf16_gemms.update(flat(launches(site.shape, site.shape.bf16())))
-        gemms.update(flat(launches(site.shape, assignment)))
+        gemms.update(flat(launches(site.shape, assignment, toolbox)))
         others.update(site.around.rows)
         fp8 = [(which, kernel) for which, kernel in assignment.items() if KERNELS[kernel].is_fp8]
         fp8_sites += bool(fp8)

@@ -20,6 +20,10 @@ _PASS_KEYS = (
 )  # fmt: skip
 
 
+_PASS_EXTRAS = ("quantizers", "torchao")
+"""Left out by older versions; `torchao` also where torchao can run the decision as it is."""
+
+
 def from_whatif(document: dict[str, Any]) -> dict[str, Any]:
     """The dispatch table of a what-if document (`WhatIf.to_dict()`)."""
     model, hardware, settings = document["model"], document["hardware"], document["settings"]
@@ -43,6 +47,7 @@ def from_whatif(document: dict[str, Any]) -> dict[str, Any]:
             "max_mere": settings["max_mere"],
             "min_speedup": settings["min_speedup"],
             "statistics": document["statistics"]["name"],
+            "libraries": settings["libraries"],
         },
         "sites": [
             {
@@ -51,7 +56,10 @@ def from_whatif(document: dict[str, Any]) -> dict[str, Any]:
                 "weight": site["weight"],
                 "n": site["passes"]["output"]["n"],
                 "k": site["passes"]["output"]["k"],
-                "passes": {name: {key: decided[key] for key in _PASS_KEYS} for name, decided in site["passes"].items()},
+                "passes": {
+                    name: {key: decided[key] for key in (*_PASS_KEYS, *(key for key in _PASS_EXTRAS if key in decided))}
+                    for name, decided in site["passes"].items()
+                },
             }
             for site in document["sites"]
         ],
@@ -83,12 +91,21 @@ def check(document: dict[str, Any]) -> dict[str, Any]:
         raise DataError(f"this is no dispatch table: {found}; {mend}")
     for site in document["sites"]:
         for name, decided in site["passes"].items():
-            spec = KERNELS.get(decided["kernel"])
-            if spec is None:
-                raise DataError(f"site {site['name']}: {name}.kernel {decided['kernel']!r} is not known; {mend}")
-            for field in ("recipe_a", "recipe_b", "accumulation"):
-                # Formats may differ from the kernel's usual ones (e5m2 gradients, say); scaling and accumulation may not.
-                wanted, given = (str(value).rpartition("/")[2] for value in (getattr(spec, field), decided[field]))
-                if wanted != given:
-                    raise DataError(f"site {site['name']}: {name}.{field} is {given}, but {spec.name} is {wanted}; {mend}")
+            for what, choice in ((name, decided), (f"{name}.torchao", decided.get("torchao"))):
+                if choice is not None:
+                    _check_kernel(f"site {site['name']}: {what}", choice, mend)
+            for tensor, kernel in decided.get("quantizers", {}).items():
+                if kernel not in KERNELS or KERNELS[kernel].kind not in ("quantize", "layout"):
+                    raise DataError(f"site {site['name']}: {name}.quantizers.{tensor} {kernel!r} is no quantizer; {mend}")
     return document
+
+
+def _check_kernel(where: str, choice: dict[str, Any], mend: str) -> None:
+    spec = KERNELS.get(choice["kernel"])
+    if spec is None:
+        raise DataError(f"{where}.kernel {choice['kernel']!r} is not known; {mend}")
+    for field in ("recipe_a", "recipe_b", "accumulation"):
+        # Formats may differ from the kernel's usual ones (e5m2 gradients, say); scaling and accumulation may not.
+        wanted, given = (str(value).rpartition("/")[2] for value in (getattr(spec, field), choice[field]))
+        if wanted != given:
+            raise DataError(f"{where}.{field} is {given}, but {spec.name} is {wanted}; {mend}")

@@ -8,9 +8,10 @@ nor a GEMM that is no module's, nor two behaviours of one module.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from loka_sim.dispatch.operands import Toolbox
 from loka_sim.modelspec import PASSES
 from perfmodel.kernels import KERNELS
 
@@ -60,6 +61,8 @@ class Choice:
         """Why torchao's configuration cannot say this; None where it can."""
         if not self.is_fp8:
             return None
+        if not self.kernel.startswith("torch/"):
+            return "torchao runs torch's GEMMs"
         (format_a, _, scaling_a), (format_b, _, scaling_b) = self.recipe_a.partition("/"), self.recipe_b.partition("/")
         if scaling_a != scaling_b or scaling_a not in ("tensorwise", "rowwise"):
             return "torchao's training scales whole tensors or rows, no blocks"
@@ -121,7 +124,7 @@ def plan(table: dict[str, Any]) -> Plan:
     modules: dict[str, dict[str, list[tuple[Choice, dict[str, Any], str]]]] = {}
     for site in table["sites"]:
         module = module_of(site["name"])
-        obstacle = _no_linear(site, module)
+        obstacle = _no_linear(site["op"], site["weight"], module)
         if obstacle is None:
             linears[module] = (site["n"], site["k"])
         else:
@@ -129,12 +132,15 @@ def plan(table: dict[str, Any]) -> Plan:
         for name, decision in site["passes"].items():
             choice = Choice.of(decision)
             if obstacle and choice.is_fp8:
-                losses.append(_loss(site["name"], name, decision, BF16, obstacle))
+                losses.append(_in_bf16(site["name"], name, decision, obstacle))
             elif obstacle is None:
-                if choice.beyond:
-                    instead = _alternative(decision, table["policy"])
-                    losses.append(_loss(site["name"], name, decision, instead, choice.beyond))
+                if "torchao" in decision:
+                    instead = Choice.of(decision["torchao"])
+                    losses.extend(_decided_anew(site["name"], name, decision, choice, instead))
                     choice = instead
+                elif choice.beyond:
+                    losses.append(_in_bf16(site["name"], name, decision, choice.beyond))
+                    choice = BF16
                 modules.setdefault(module, {}).setdefault(name, []).append((choice, decision, site["name"]))
     groups: dict[tuple[Choice, Choice, Choice], list[str]] = {}
     for module, passes in modules.items():
@@ -152,23 +158,38 @@ def module_of(site: str) -> str:
     return "" if module == "(root)" else module
 
 
-def _no_linear(site: dict[str, Any], module: str) -> str | None:
-    """Why a site is no `torch.nn.Linear`, as far as the table tells."""
-    if site["weight"] is None:
-        return f"torchao converts torch.nn.Linear only, and this is a {site['op']} of two activations"
-    if site["op"] not in _LINEAR_OPS or site["weight"] != (f"{module}.weight" if module else "weight"):
-        return f"torchao converts torch.nn.Linear only, and this is a {site['op']} with the parameter {site['weight']}"
+def _no_linear(op: str, weight: str | None, module: str) -> str | None:
+    """Why a site is no `torch.nn.Linear`, as far as its operation and its weight's name tell."""
+    if weight is None:
+        return f"torchao converts torch.nn.Linear only, and this is a {op} of two activations"
+    if op not in _LINEAR_OPS or weight != (f"{module}.weight" if module else "weight"):
+        return f"torchao converts torch.nn.Linear only, and this is a {op} with the parameter {weight}"
     return None
 
 
-def _alternative(decision: dict[str, Any], policy: dict[str, Any]) -> Choice:
-    """The runner-up where torchao can say it and the policy admits it; else bf16, which is always safe."""
-    runner_up = decision["runner_up"]
-    if runner_up is None or runner_up["kernel"] not in KERNELS or runner_up["mere"] is None:
-        return BF16
-    choice = Choice.kernel_named(runner_up["kernel"])
-    admitted = runner_up["mere"] < policy["max_mere"] and decision["bf16_us"] >= policy["min_speedup"] * runner_up["total_us"]
-    return choice if admitted and choice.is_fp8 and choice.beyond is None else BF16
+def convertible(site: str, op: str, weight: str | None) -> bool:
+    """Whether torchao's conversion reaches a site, by its name, its operation and its weight's name."""
+    return _no_linear(op, weight, module_of(site)) is None
+
+
+def expressible(torch: Toolbox) -> Toolbox:
+    """Those of torch's kernels that torchao's conversion can say."""
+    return replace(torch, gemms=tuple(name for name in torch.gemms if _says(name)))
+
+
+def _says(kernel: str) -> bool:
+    return KERNELS[kernel].kind == "gemm" and Choice.kernel_named(kernel).beyond is None
+
+
+def _decided_anew(site: str, name: str, decision: dict[str, Any], wanted: Choice, instead: Choice) -> Iterator[Loss]:
+    """What differs where a site was decided once more for torchao."""
+    costs = decision["torchao"]["predicted_us"] - decision["predicted_us"]
+    others = sorted({kernel for kernel in decision.get("quantizers", {}).values() if not kernel.startswith("torch/")})
+    if wanted != instead:
+        reason = wanted.beyond or "its layer is decided anew among torchao's kernels"
+        yield Loss(site, name, wanted.kernel, instead.kernel, reason, costs)
+    elif others:
+        yield Loss(site, name, " and ".join(others), "torch's quantization", "torchao casts with torch's kernels", costs)
 
 
 def _settle(passes: dict[str, list[tuple[Choice, dict[str, Any], str]]], losses: list[Loss]) -> list[Choice]:
@@ -184,12 +205,11 @@ def _settle(passes: dict[str, list[tuple[Choice, dict[str, Any], str]]], losses:
             clash = [op for op, fmt in choice.formats(name).items() if formats.get(op, fmt) != fmt]
             if clash:
                 choice, reason = BF16, f"torchao casts the {clash[0]} to one format for both its passes"
-        losses.extend(_loss(site, name, decision, choice, reason) for wanted, decision, site in calls if wanted != choice)
+        losses.extend(_in_bf16(site, name, decision, reason) for wanted, decision, site in calls if wanted != choice)
         formats.update(choice.formats(name))
         settled.append(choice)
     return settled
 
 
-def _loss(site: str, name: str, decision: dict[str, Any], instead: Choice, reason: str) -> Loss:
-    now_us = decision["bf16_us"] if not instead.is_fp8 else decision["runner_up"]["total_us"]
-    return Loss(site, name, decision["kernel"], instead.kernel, reason, now_us - decision["predicted_us"])
+def _in_bf16(site: str, name: str, decision: dict[str, Any], reason: str) -> Loss:
+    return Loss(site, name, decision["kernel"], BF16.kernel, reason, decision["bf16_us"] - decision["predicted_us"])

@@ -130,7 +130,7 @@ def _alternatives(answer: WhatIf, shape: SiteShape, chosen: dict[str, str]) -> l
             safe = candidate.accuracy is None or candidate.accuracy.mere < answer.settings.max_mere
             if candidate.illegal is None and safe and candidate.kernel != chosen[name]:
                 options.append({**chosen, name: candidate.kernel})
-    found = dict.fromkeys(flat(launches(shape, option)) for option in options)
+    found = dict.fromkeys(flat(launches(shape, option, answer.toolbox)) for option in options)
     return [some for some in found if all(row in answer.times.of for row in some)]
 
 

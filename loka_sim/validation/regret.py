@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from loka_sim.dispatch.baselines import BASELINES
-from loka_sim.dispatch.candidates import Assignment, Row, SiteShape, launches, legal_fp8
+from loka_sim.dispatch.candidates import Row, SiteShape, launches, legal_fp8
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.decide import flat
+from loka_sim.dispatch.operands import TORCH, Toolbox
 from perfmodel.kernels import KERNELS
 
 if TYPE_CHECKING:
@@ -64,34 +65,39 @@ class Regrets:
         ] if self.sites else []  # fmt: skip
 
 
-def policies_of(answers: Mapping[str, WhatIf]) -> dict[str, list[Assignment]]:
-    """Kernel per pass of every site, under the decisions given and the baselines."""
+Launched = Sequence[tuple[Row, ...]]
+"""What a policy launches, a tuple for each site."""
+
+
+def policies_of(answers: Mapping[str, WhatIf]) -> dict[str, Launched]:
+    """What every site launches under the decisions given and the baselines."""
     first = next(iter(answers.values()))
-    capability = tuple(first.hardware["capability"])
-    result: dict[str, list[Assignment]] = {
-        name: [{which: entry.kernel for which, entry in site.passes.items()} for site in answer.sites]
+    result: dict[str, Launched] = {
+        name: [tuple(row for entry in site.passes.values() for row in entry.rows) for site in answer.sites]
         for name, answer in answers.items()
     }
+    torch = replace(TORCH, capability=first.toolbox.capability)
     for baseline in BASELINES:
-        result[baseline.name] = [baseline.assignment(site.site, site.shape, capability) for site in first.sites]
+        assignments = ((site.shape, baseline.assignment(site.site, site.shape, torch)) for site in first.sites)
+        result[baseline.name] = [flat(launches(*entry, torch)) for entry in assignments]
     return result
 
 
-def regrets(answer: WhatIf, measured: Times, policies: Mapping[str, Sequence[Assignment]]) -> Regrets:
+def regrets(answer: WhatIf, measured: Times, policies: Mapping[str, Launched]) -> Regrets:
     """Price policies with measured times.
 
     Args:
         answer: Whose sites, and predicted errors, are meant.
         measured: Measured launches.
-        policies: Kernel per pass, a list of as many as there are sites for each policy.
+        policies: What each launches, as many tuples as there are sites.
     """
-    capability = tuple(answer.hardware["capability"])
+    toolbox = replace(answer.toolbox, us=lambda row: measured.of[row].us if row in measured.of else float("inf"))
     max_mere = answer.settings.max_mere
     best: dict[Key, float | None] = {}
     counted, having, passes, best_us = 0, 0, 0, 0.0
     totals: dict[str, float] = defaultdict(float)
     for index, site in enumerate(answer.sites):
-        legal = {name: legal_fp8(site.shape, name, capability) for name in site.shape.names}
+        legal = {name: legal_fp8(site.shape, name, toolbox) for name in site.shape.names}
         if not any(legal.values()):
             continue
         having += 1
@@ -103,9 +109,9 @@ def regrets(answer: WhatIf, measured: Times, policies: Mapping[str, Sequence[Ass
         }
         key = site.shape, tuple((name, kernel, mere) for (name, kernel), mere in sorted(accurate.items()))
         if key not in best:
-            best[key] = _best_us(site.shape, legal, accurate, measured, max_mere)
+            best[key] = _best_us(site.shape, legal, accurate, measured, max_mere, toolbox)
         found = best[key]
-        rows = {name: flat(launches(site.shape, chosen[index])) for name, chosen in policies.items()}
+        rows = {name: launched[index] for name, launched in policies.items()}
         if found is None or any(row not in measured.of for some in rows.values() for row in some):
             continue
         counted, passes, best_us = counted + 1, passes + len(site.shape.names), best_us + found
@@ -115,7 +121,12 @@ def regrets(answer: WhatIf, measured: Times, policies: Mapping[str, Sequence[Ass
 
 
 def _best_us(
-    shape: SiteShape, legal: Mapping[str, Sequence[str]], mere: Mapping[tuple[str, str], float], measured: Times, most: float
+    shape: SiteShape,
+    legal: Mapping[str, Sequence[str]],
+    mere: Mapping[tuple[str, str], float],
+    measured: Times,
+    most: float,
+    toolbox: Toolbox,
 ) -> float | None:
     """The fastest assignment of accurate kernels, as measured; None where some launch was not measured."""
     bf16 = shape.bf16()
@@ -123,7 +134,7 @@ def _best_us(
     choices = [(bf16[name], *(k for k in legal[name] if mere.get((name, k), most) < most)) for name in names]
     least = None
     for kernels in product(*choices):
-        rows = flat(launches(shape, dict(zip(names, kernels, strict=True))))
+        rows = flat(launches(shape, dict(zip(names, kernels, strict=True)), toolbox))
         if any(row not in measured.of for row in rows):
             return None
         us = measured.sum(rows)

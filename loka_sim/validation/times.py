@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loka_sim.dispatch.candidates import Row
+from loka_sim.dispatch.candidates import Row, launches
 from loka_sim.dispatch.cost import Time, Times
-from loka_sim.dispatch.decide import Accuracies, Policy, decide_site
+from loka_sim.dispatch.decide import Accuracies, Decider, Policy, flat
 from loka_sim.validation import judge
 
 if TYPE_CHECKING:
@@ -83,15 +83,15 @@ def _records(rows: pandas.DataFrame) -> list[dict[str, Any]]:
     return records
 
 
-def decided_unseen(answer: WhatIf, refinement: Any) -> list[dict[str, str]]:
-    """Decisions of a model's sites by times that were predicted without the shapes that they are about."""
+def decided_unseen(answer: WhatIf, refinement: Any) -> list[tuple[Row, ...]]:
+    """Launches of a model's sites by times that were predicted without the shapes that they are about."""
     held_out = {
         Row(str(kernel), int(m), int(n), int(k), int(groups)): Time(float(time), float(low), float(high))
         for kernel, m, n, k, groups, time, low, high in predicted_unseen(refinement)[[*KEY, *ENDS]].itertuples(index=False)
     }
     times = Times({**answer.times.of, **{row: time for row, time in held_out.items() if row in answer.times.of}})
-    policy = Policy(answer.settings.max_mere, answer.settings.min_speedup, tuple(answer.hardware["capability"]))
-    memo: dict[Any, dict[str, str]] = {}
+    decider = Decider(times, Policy(answer.settings.max_mere, answer.settings.min_speedup), answer.toolbox)
+    memo: dict[Any, tuple[Row, ...]] = {}
     result = []
     for site in answer.sites:
         accuracies: Accuracies = {
@@ -102,7 +102,6 @@ def decided_unseen(answer: WhatIf, refinement: Any) -> list[dict[str, str]]:
         }
         key = site.shape, tuple(sorted((pair, accuracy.mere) for pair, accuracy in accuracies.items()))
         if key not in memo:
-            decided_passes = decide_site(site.shape, times, accuracies, policy)
-            memo[key] = {name: decided.kernel for name, decided in decided_passes.items()}
+            memo[key] = flat(launches(site.shape, decider.assignment(site.shape, accuracies), decider.toolbox))
         result.append(memo[key])
     return result

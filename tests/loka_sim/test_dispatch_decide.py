@@ -5,13 +5,16 @@ from itertools import product
 import numpy as np
 import pytest
 
-from loka_sim.dispatch.candidates import FP8_KERNELS, Row, SiteShape, launches, possible_rows
+from loka_sim.dispatch.candidates import Row, SiteShape, launches, possible_rows
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.decide import Accuracy, Policy, decide_site, flat
 from loka_sim.dispatch.steps import speedup
 from loka_sim.modelspec import Dim, Site, linear_passes
 from perfmodel.step import combine
 
+FP8_KERNELS = tuple(f"torch/fp8_{s}_{how}" for s in ("tensorwise", "rowwise") for how in ("fast", "split")) + (
+    "torch/fp8_block128",
+)
 PASSES = ("output", "grad_input", "grad_weight")
 SHAPE = SiteShape.of(Site("layer", "linear", linear_passes(Dim(0, 1), Dim(512), Dim(1024))), 2048)
 M, N, K = 2048, 512, 1024

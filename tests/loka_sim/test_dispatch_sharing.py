@@ -6,6 +6,7 @@ import pytest
 
 from loka_sim.dispatch.candidates import Row, SiteShape, illegal, launches, legal_fp8, possible_rows, shared_tensors
 from loka_sim.dispatch.decide import flat
+from loka_sim.dispatch.operands import Toolbox
 from loka_sim.modelspec import Dim, Gemm, Site, linear_passes
 
 M, N, K = 2048, 512, 1024
@@ -116,15 +117,29 @@ def test_illegal_says_why(shape, name, kernel, words):
 
 
 def test_hardware_without_fp8_has_no_legal_kernel():
-    assert legal_fp8(SHAPE, "output", (8, 0)) == ()
+    assert legal_fp8(SHAPE, "output", Toolbox.of(("torch", "loka"), capability=(8, 0))) == ()
 
 
-def test_batched_products_have_no_fp8_kernel():
-    gemm = Gemm(Dim(64), Dim(64), Dim(64), Dim(0, 1))
-    shape = SiteShape.of(Site("attention", "bmm", {"output": gemm}), 128)
-    assert legal_fp8(shape, "output") == ()
-    assert "no batched form" in (illegal(shape, "output", TENSOR_FAST) or "")
-    assert possible_rows(shape) == {Row("torch/bf16_batched", 64, 64, 64, 128)}
+def batched(groups=128, **layouts):
+    return SiteShape.of(Site("attention", "bmm", {"output": Gemm(Dim(64), Dim(48), Dim(32), Dim(0, 1), **layouts)}), groups)
+
+
+def test_batched_products_are_quantized_as_the_rows_of_all_groups():
+    assert legal_fp8(batched(), "output") == ("torch/fp8_grouped_rowwise_fast", "torch/fp8_grouped_rowwise_split")
+    assert "no batched form" in (illegal(batched(), "output", TENSOR_FAST) or "")
+    assert flat(launches(batched(), {"output": "torch/fp8_grouped_rowwise_fast"})) == (
+        Row("torch/fp8_grouped_rowwise_fast", 64, 48, 32, 128),
+        Row("torch/quantize_rowwise", 128 * 64, 1, 32),
+        Row("torch/quantize_rowwise", 128 * 48, 1, 32),
+    )
+    assert {row.groups for row in possible_rows(batched())} == {1, 128}
+
+
+def test_batched_products_that_no_quantizer_serves_stay_in_bf16():
+    assert "1025 groups are more than 1024" in (illegal(batched(1025), "output", "torch/fp8_grouped_rowwise_fast") or "")
+    turned = batched(layout_b="row")
+    assert "w is read transposed in each of 128 groups" in (illegal(turned, "output", "torch/fp8_grouped_rowwise_fast") or "")
+    assert possible_rows(turned) == {Row("torch/bf16_batched", 64, 48, 32, 128)}
 
 
 def test_possible_rows_covers_every_legal_assignment():

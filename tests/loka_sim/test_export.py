@@ -366,25 +366,42 @@ def test_what_the_conversion_would_lose_is_refused(load, make, said):
     assert "Float8Linear" in refused(exported, model), "a second conversion is refused"
 
 
-def test_block_scaling_falls_back_to_what_the_policy_admits(load):
-    second = {"kernel": "torch/fp8_rowwise_split", "total_us": 8.0, "mere": 0.04}
-    slow, wrong = second | {"total_us": 9.8}, second | {"mere": 0.3}
-    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
-    sites = [site(str(i), 128, 128, (BLOCK, BLOCK, BF16), runner_up=r) for i, r in enumerate((second, slow, wrong))]
+def anew(entry, kernels, us):
+    """A site with what it runs instead through torchao, each pass in so many microseconds."""
+    for (_, decided), kernel in zip(entry["passes"].items(), kernels, strict=True):
+        spec = KERNELS[kernel]
+        decided["torchao"] = {
+            "kernel": kernel, "recipe_a": spec.recipe_a, "recipe_b": spec.recipe_b, "accumulation": spec.accumulation,
+            "predicted_us": us, "mere": None,
+        }  # fmt: skip
+    return entry
+
+
+def test_what_torchao_cannot_run_is_what_was_decided_for_it(load):
+    row, other = "torch/fp8_rowwise_split", "torch/fp8_tensorwise_fast"
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+    sites = [
+        anew(site("0", 128, 128, (BLOCK, other, BF16)), (row, row, BF16), 8.0),
+        anew(site("1", 128, 128, ("loka/fp8_rowwise_fast", BF16, BF16)), (BF16, BF16, BF16), 10.0),
+        anew(site("2", 128, 128, (other, BF16, BF16)), (other, BF16, BF16), 7.5),
+        site("3", 128, 128, (BLOCK, BF16, BF16)),  # of a version that did not decide for torchao
+    ]
+    sites[2]["passes"]["output"]["quantizers"] = {"x": "loka/quantize_tensorwise_dual", "w": "torch/quantize_tensorwise"}
     result = export_with_notes(table_of(sites))
     load(table_of(sites)).convert(model)
-    assert configured(model[0]) == ("torch/fp8_rowwise_split", "torch/fp8_rowwise_split", BF16)
-    assert [type(module) for module in model[1:]] == [nn.Linear, nn.Linear]
-    assert result.modules == 1
+    assert configured(model[0]) == (row, row, BF16) and configured(model[2]) == (other, BF16, BF16)
+    assert type(model[1]) is nn.Linear and type(model[3]) is nn.Linear
+    assert result.modules == 2
+    blocks = "torchao's training scales whole tensors or rows, no blocks"
     assert result.notes == (
-        "grad_input of 1, 2: torch/bf16 instead of torch/fp8_block128, 8.0 us a step slower as predicted "
-        "(torchao's training scales whole tensors or rows, no blocks)",
-        "grad_input of 0: torch/fp8_rowwise_split instead of torch/fp8_block128, 2.0 us a step slower as predicted "
-        "(torchao's training scales whole tensors or rows, no blocks)",
-        "output of 1, 2: torch/bf16 instead of torch/fp8_block128, 8.0 us a step slower as predicted "
-        "(torchao's training scales whole tensors or rows, no blocks)",
-        "output of 0: torch/fp8_rowwise_split instead of torch/fp8_block128, 2.0 us a step slower as predicted "
-        "(torchao's training scales whole tensors or rows, no blocks)",
+        "grad_input of 0: torch/fp8_rowwise_split instead of torch/fp8_tensorwise_fast, 2.0 us a step slower as predicted "
+        "(its layer is decided anew among torchao's kernels)",
+        "output of 1: torch/bf16 instead of loka/fp8_rowwise_fast, 4.0 us a step slower as predicted "
+        "(torchao runs torch's GEMMs)",
+        "output of 2: torch's quantization instead of loka/quantize_tensorwise_dual, 1.5 us a step slower as predicted "
+        "(torchao casts with torch's kernels)",
+        f"output of 3: torch/bf16 instead of torch/fp8_block128, 4.0 us a step slower as predicted ({blocks})",
+        f"output of 0: torch/fp8_rowwise_split instead of torch/fp8_block128, 2.0 us a step slower as predicted ({blocks})",
     )
     for note in result.notes:
         assert note in " ".join(result.text.replace("\n#  ", "").split()), note

@@ -245,7 +245,7 @@ def test_a_factor_of_a_calibration_moves_the_predicted_error(tmp_path):
 
     shape = SiteShape((("output", 256, 256, 256, 1),))
     plain = Errors().of_site(shape, None)
-    moved = Errors((9, 0), {"torch/fp8_rowwise_fast": {"output": 1.5}}).of_site(shape, None)
+    moved = Errors(mere_factors={"torch/fp8_rowwise_fast": {"output": 1.5}}).of_site(shape, None)
     key = ("output", "torch/fp8_rowwise_fast")
     assert moved[key].mere == pytest.approx(1.5 * plain[key].mere)
     assert moved[key].sqnr_db == pytest.approx(plain[key].sqnr_db - 20 * math.log10(1.5))

@@ -1,0 +1,145 @@
+"""How a GEMM's quantized operands are made: by any library's quantizer whose result fits, not by the GEMM's own library's.
+
+A tensor that is read both as it is stored and transposed is quantized once where that serves both: by a kernel that writes
+both readings, or by one quantizer and a transposition of its 8-bit result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+from loka_sim.errors import UserError
+from perfmodel.kernels import KERNELS, SQUARE
+
+TRANSPOSE = "torch/transpose_e4m3"
+
+LIBRARIES = tuple(dict.fromkeys(s.library for s in KERNELS.values() if (s.is_fp8 and "gemm" in s.kind) or s.kind == "quantize"))
+"""Libraries that a decision may take kernels from. Whole layers (`linear`) are none of its choices."""
+
+DEFAULT_LIBRARIES = ("torch",)
+"""What `loka-sim export` can hand to a training job as it is decided."""
+
+
+class Row(NamedTuple):
+    """One kernel launch as the time model takes it; quantize, layout and pointwise kernels have n = 1."""
+
+    kernel: str
+    m: int
+    n: int
+    k: int
+    groups: int = 1
+
+
+class Launch(NamedTuple):
+    """A kernel that makes quantized readings of a tensor: False as it is stored, True transposed."""
+
+    row: Row
+    readings: tuple[bool, ...]
+
+
+Way = tuple[Launch, ...]
+"""Launches that together make what is needed of a tensor, each reading once."""
+
+
+@cache
+def ways(
+    takes: str, readings: frozenset[bool], height: int, width: int, quantizers: tuple[str, ...], capability: tuple[int, int]
+) -> tuple[Way, ...]:
+    """Every way to make a tensor's quantized readings that the hardware and the sizes allow.
+
+    Args:
+        takes: What the GEMMs take that read it (`KernelSpec.takes_a`).
+        readings: Which readings are needed.
+        height: Rows of the tensor as it is stored.
+        width: Its columns.
+        quantizers: Kernels to choose from.
+        capability: CUDA compute capability.
+    """
+
+    def makers(*made: bool) -> list[Launch]:
+        found = []
+        for name in quantizers:
+            spec, row = KERNELS[name], Row(name, height, 1, width)
+            if spec.makes == takes and spec.readings == made and not spec.illegal(height, 1, width, capability):
+                found.append(Launch(row, made))
+        return found
+
+    if len(readings) == 1:
+        return tuple((launch,) for launch in makers(*readings))
+    # Square blocks of scales turn with the tensor: the second reading is a transposition of 8-bit values.
+    turned = [Launch(Row(TRANSPOSE, height, 1, width), (True,))] if takes in SQUARE else makers(True)
+    both: list[Way] = [(first, second) for first in makers(False) for second in turned]
+    return (*both, *((launch,) for launch in makers(False, True)))
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """The FP8 kernels that a decision may take, and how it tells which way to quantize is the fastest.
+
+    Attributes:
+        gemms: FP8 GEMMs.
+        quantizers: Quantizers.
+        capability: CUDA compute capability of the hardware.
+        us: Time of a launch in microseconds, infinite where it is not known; None where there is no choice between ways, as
+            with torch's quantizers alone.
+    """
+
+    gemms: tuple[str, ...]
+    quantizers: tuple[str, ...]
+    capability: tuple[int, int] = (9, 0)
+    us: Callable[[Row], float] | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, libraries: Sequence[str], known: Container[str] | None = None, capability: tuple[int, int] = (9, 0)) -> Toolbox:
+        """The kernels of some libraries, those alone that are `known` (have a time) where that is said."""
+        specs = [s for s in KERNELS.values() if s.library in libraries and (known is None or s.name in known)]
+        return cls(
+            tuple(s.name for s in specs if s.is_fp8 and s.kind in ("gemm", "batched_gemm")),
+            tuple(s.name for s in specs if s.makes is not None),
+            capability,
+        )
+
+    def ways(self, takes: str, readings: frozenset[bool], height: int, width: int) -> tuple[Way, ...]:
+        """Every legal way to make a tensor's readings, see `ways`."""
+        return ways(takes, readings, height, width, self.quantizers, self.capability)
+
+    def fastest(self, takes: str, readings: frozenset[bool], height: int, width: int) -> Way:
+        """The fastest legal way to make a tensor's readings; the first by name where times tie.
+
+        Raises:
+            LookupError: there is none.
+        """
+        found = self.ways(takes, readings, height, width)
+        if not found:
+            raise LookupError(f"no quantizer makes {takes} of ({height}, {width})")
+        if len(found) == 1 or self.us is None:
+            return found[0]
+        us = self.us
+        return min(found, key=lambda way: (sum(us(launch.row) for launch in way), way))
+
+
+TORCH = Toolbox.of(("torch",))
+"""torch's kernels on Hopper: what a conversion by torchao runs."""
+
+
+def parse_libraries(libraries: str | Sequence[str]) -> tuple[str, ...]:
+    """Libraries as named by a user, in the registry's order; `all` for every one.
+
+    Args:
+        libraries: Names, or one text with commas between them.
+
+    Raises:
+        UserError: a name is unknown, or there is none.
+    """
+    words = libraries.split(",") if isinstance(libraries, str) else libraries
+    names = {word.strip() for word in words} - {""}
+    if names == {"all"}:
+        return LIBRARIES
+    if unknown := sorted(names - set(LIBRARIES)):
+        raise UserError(f"unknown library {unknown[0]!r}: choose among {', '.join(LIBRARIES)}, or all")
+    if not names:
+        raise UserError(f"--libraries names none: choose among {', '.join(LIBRARIES)}, or all")
+    return tuple(library for library in LIBRARIES if library in names)
