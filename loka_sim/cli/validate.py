@@ -31,6 +31,9 @@ def add(verbs: Any) -> None:
     verb.add_argument("--hardware", default="h200", metavar="NAME", help="whose predictions to validate (default: h200)")
     verb.add_argument("--statistics", metavar="NAME|DIR", help="distributions of the tensors (default: the zoo model's own)")
     verb.add_argument("--mods", default="", metavar="LIST", help="model changes: no_bias, blocknorm, hardswish, all")
+    verb.add_argument(
+        "--libraries", default="torch", metavar="LIST", help="whose FP8 kernels to choose from, as in whatif (default: torch)"
+    )
     verb.add_argument("--seed", type=int, default=0, metavar="N", help="of fresh shapes and samples (default: 0)")
     verb.add_argument("--json", action="store_true", help="print every figure as JSON")
     verb.set_defaults(run=run)
@@ -55,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         minutes=arguments.minutes,
         seed=arguments.seed,
         hardware=arguments.hardware,
+        libraries=arguments.libraries,
         command=["loka-sim", *arguments.argv],
     )
     if arguments.json:

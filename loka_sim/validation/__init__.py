@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from loka_sim.dispatch.operands import DEFAULT_LIBRARIES, parse_libraries
 from loka_sim.errors import DataError, UserError
 from loka_sim.validation.budget import Budget
 from loka_sim.validation.request import Request
@@ -42,6 +43,7 @@ def validate(
     seed: int = 0,
     hardware: str = "h200",
     command: Sequence[str] = (),
+    libraries: str | Sequence[str] = DEFAULT_LIBRARIES,
 ) -> dict[str, Any]:
     """Measure, compare with both models, refine them, decide again; everything is left in `out`.
 
@@ -55,6 +57,7 @@ def validate(
         seed: Of fresh shapes and samples.
         hardware: Whose shipped timings are validated and refined.
         command: The command line, for the record.
+        libraries: As in `whatif`; kernels of these and of torch are measured.
 
     Returns:
         The document, see schemas/validation.schema.json. `out` is a calibration then.
@@ -66,7 +69,7 @@ def validate(
     if not minutes >= 1:
         raise UserError(f"--minutes {minutes:g} is too short to measure anything; give at least 1, 10 is usual")
     budget = Budget(60 * minutes)
-    first = Request(model, batch or 0, (), hardware, statistics, minutes, seed)
+    first = Request(model, batch or 0, (), hardware, statistics, minutes, seed, libraries=parse_libraries(libraries))
     from loka_sim.mods import parse_mods
 
     first = replace(first, mods=parse_mods(mods))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +82,7 @@ def finish(
     tolerances = judge.tolerances(numerics, timed, dispatch, run)
     document = {
         "schema_version": SCHEMA_VERSION, "kind": KIND, "loka_sim_version": loka_sim.__version__, "command": found.command,
-        "settings": {**asdict(request), "mods": list(request.mods)}, "machine": found.machine, "libraries": libraries(),
+        "settings": request.to_dict(), "machine": found.machine, "libraries": libraries(),
         "stages": stages, "numerics": numerics, "time": timed, "dispatch": dispatch, "step": run,
         "whatif": {"before": headline(found.before), "after": headline(after)},
         "tolerances": tolerances, "verdict": judge.verdict(tolerances),

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from loka_sim.validation.budget import Budget
 from loka_sim.validation.document import Findings, finish
 from loka_sim.validation.measuring import read_json
 from loka_sim.validation.request import Request
+from perfmodel.kernels import KERNELS
 
 if TYPE_CHECKING:
     from hil.kernels.base import Shape
@@ -82,7 +82,7 @@ class Validation:
 
     def _claim(self, machine: dict[str, Any]) -> None:
         """Take the folder, or go on in it where it holds the same request on the same kind of machine."""
-        wanted = {**asdict(self.request), "mods": list(self.request.mods), "gpu": machine["gpu"], "torch": machine["torch"]}
+        wanted = {**self.request.to_dict(), "gpu": machine["gpu"], "torch": machine["torch"]}
         path = self.folder / REQUEST
         if self.folder.is_dir() and any(self.folder.iterdir()):
             found = read_json(path)
@@ -216,7 +216,8 @@ class Validation:
         """Kernels that the time model knows and a decision may take: of others there is no prediction to judge."""
         import perfmodel
 
-        return list(perfmodel.load(self.request.hardware).manifest["kernels"])
+        wanted = {"torch", *self.request.libraries}
+        return [k for k in perfmodel.load(self.request.hardware).manifest["kernels"] if KERNELS[k].library in wanted]
 
     def _refined_answer(self) -> WhatIf:
         """Decide with the time model as refined so far."""
