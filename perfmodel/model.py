@@ -21,9 +21,13 @@ from perfmodel.features import features
 from perfmodel.hardware import HardwareSpec
 from perfmodel.kernels import KERNELS
 from perfmodel.roofline import roofline_us
+from perfmodel.trees import Trees
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from perfmodel.collectives import CollectiveModel
+    from perfmodel.explain import Explanation
     from perfmodel.topology import Cluster
 
 Array = npt.NDArray[np.float64]
@@ -81,22 +85,22 @@ class PerfModel:
         return hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode()).hexdigest()[:16]
 
     @cached_property
-    def _boosters(self) -> dict[str, Any]:
+    def _loaded(self) -> dict[str, Trees]:
         return {}
 
-    def _booster(self, kernel: str) -> Any:
-        if kernel not in self._boosters:
-            import xgboost
+    def trees(self, kernel: str) -> Trees:
+        """The trees of a kernel that the manifest names, read when first asked for.
 
-            booster = xgboost.Booster()
+        Raises:
+            ValueError: their file is missing or damaged.
+        """
+        if kernel not in self._loaded:
             path = self.folder / model_file(kernel)
             try:
-                booster.load_model(bytearray(gzip.decompress(path.read_bytes())))
-            except (EOFError, OSError, zlib.error, xgboost.core.XGBoostError) as error:
+                self._loaded[kernel] = Trees(gzip.decompress(path.read_bytes()))
+            except (EOFError, OSError, zlib.error, ValueError) as error:
                 raise ValueError(f"{path} is missing or truncated; copy the folder again") from error
-            booster.set_param({"nthread": 2})
-            self._boosters[kernel] = booster
-        return self._boosters[kernel]
+        return self._loaded[kernel]
 
     def predict(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Times of kernel calls.
@@ -109,28 +113,54 @@ class PerfModel:
             Columns `time_us`, `low_us`, `high_us` (a 90% interval), with the index and the order of `frame`.
 
         Raises:
-            ValueError: an unknown kernel, one without measurements on this GPU, or a dimension below 1.
+            ValueError: an unknown kernel, one without measurements on this GPU, a size that is no whole number from 1 on, or a
+                shape that the kernel cannot run.
         """
-        missing = {"kernel", "m", "n", "k"} - set(frame.columns)
-        if missing:
+        if missing := {"kernel", "m", "n", "k"} - set(frame.columns):
             raise ValueError(f"the frame lacks the columns {sorted(missing)}; predict needs kernel, m, n, k")
+        if frame["kernel"].isna().any():
+            raise ValueError("a row names no kernel; predict needs kernel, m, n, k in every row")
         m, n, k, groups = columns_of(frame)
-        if len(frame) and not min(m.min(), n.min(), k.min(), groups.min()) >= 1:
-            raise ValueError("m, n, k and groups must be at least 1")
+        for name, size in zip(("m", "n", "k", "groups"), (m, n, k, groups), strict=True):
+            if (wrong := ~((size >= 1) & (size < 2**62) & (size % 1 == 0))).any():
+                raise ValueError(
+                    f"{name} = {size[wrong][0]:g} is no size; m, n, k and groups must be at least 1, and whole numbers"
+                )
         result = np.empty((len(frame), 3))
         for kernel, rows in frame.reset_index(drop=True).groupby("kernel", observed=True).indices.items():
-            name = str(kernel)
-            if name not in self.manifest["kernels"]:
-                known = "has no measurements on" if name in KERNELS else "is not a kernel; known on"
-                raise ValueError(f"kernel {name!r} {known} {self.hardware.name}: {', '.join(sorted(self.manifest['kernels']))}")
-            sizes = (m[rows], n[rows], k[rows], groups[rows])
+            name, sizes = str(kernel), (m[rows], n[rows], k[rows], groups[rows])
+            self._refuse(name, sizes)
             _, matrix = features(name, *sizes, self.hardware)
-            time = baseline_us(name, *sizes, self.hardware) * np.exp(
-                self._booster(name).inplace_predict(matrix).astype(np.float64)
-            )
+            time = baseline_us(name, *sizes, self.hardware) * np.exp(self.trees(name).predict(matrix).astype(np.float64))
             factors = np.asarray(self.manifest["kernels"][name]["interval_factors"])[size_class(time)]
             result[rows] = np.stack([time, time * factors[:, 0], time * factors[:, 1]], axis=1)
         return pd.DataFrame(result, columns=["time_us", "low_us", "high_us"], index=frame.index)
+
+    def _refuse(self, kernel: str, sizes: tuple[Array, Array, Array, Array]) -> None:
+        """Raise where a kernel is not known here or cannot run one of the shapes."""
+        if kernel not in self.manifest["kernels"]:
+            known = "has no measurements on" if kernel in KERNELS else "is not a kernel; known on"
+            raise ValueError(f"kernel {kernel!r} {known} {self.hardware.name}: {', '.join(sorted(self.manifest['kernels']))}")
+        spec = KERNELS[kernel]
+        multiples = (spec.multiple_m, spec.multiple_n, spec.multiple_k)
+        for letter, size, multiple in zip("MNK", sizes[:3], multiples, strict=True):
+            if (wrong := size % multiple != 0).any():
+                raise ValueError(f"{kernel} cannot run {letter} = {size[wrong][0]:.0f}: it is no multiple of {multiple}")
+        if spec.kind == "gemm" and (several := sizes[3] != 1).any():
+            raise ValueError(f"{kernel} makes one product, not groups = {sizes[3][several][0]:.0f}; name a batched kernel")
+
+    def explain(self, row: Mapping[str, Any] | pd.Series) -> Explanation:
+        """Why a call takes as long as predicted: roofline, launch, and what each feature of the shape adds.
+
+        Args:
+            row: `kernel`, `m`, `n`, `k` and optionally `groups`.
+
+        Raises:
+            ValueError: as `predict`.
+        """
+        from perfmodel.explain import explain
+
+        return explain(self, row)
 
     @cached_property
     def collectives(self) -> CollectiveModel:
@@ -252,11 +282,16 @@ def _calibrated(hardware: str, calibration: Path) -> PerfModel:
         )
     if top.is_file() and read_json(top).get("kind") != CALIBRATION:
         raise ValueError(f"{top} is no calibration's manifest; its kind is {read_json(top).get('kind')!r}, not {CALIBRATION!r}")
-    if read_json(folder / "manifest.json").get("kind") == REFINEMENT:
+    document, own = read_json(folder / "manifest.json"), calibration / "hardware.json"
+    spec = read_spec(own) if own.is_file() or document.get("kind") != REFINEMENT else None
+    if spec is not None and spec.name != hardware:
+        raise ValueError(f"{calibration} was made for {spec.name}, not {hardware}; name it with --hardware {spec.name}")
+    if document.get("kind") == REFINEMENT:
         from perfmodel.refinement import Refinement
 
-        return Refinement.load(calibration, load(hardware)).model
-    spec = read_spec(calibration / "hardware.json")
-    if spec.name != hardware:
-        raise ValueError(f"{calibration} was made for {spec.name}, not {hardware}; name it with --hardware {spec.name}")
+        # Another GPU's times may be those of a known one, corrected: it keeps its own name and ceilings.
+        base = load(hardware if spec is None else str(document.get("hardware")))
+        refined = Refinement.load(calibration, base).model
+        return refined if spec is None else replace(refined, hardware=spec)
+    assert spec is not None
     return _open(spec, folder)

@@ -31,6 +31,15 @@ def moved_bytes(spec: KernelSpec, m: Array, n: Array, k: Array, groups: Array) -
     return _BYTES_PER_ELEMENT[spec.kind] * m * k
 
 
+def limits_us(kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec) -> tuple[Array, Array]:
+    """Times in microseconds of the FLOPs at the peak and of the bytes at the copy bandwidth; arguments as `roofline_us`."""
+    spec = KERNELS[kernel]
+    peak = hardware.peak_fp8_tflops if spec.is_fp8 else hardware.peak_bf16_tflops
+    compute = flops(spec, m, n, k, groups) / (peak * 1e6)
+    memory = moved_bytes(spec, m, n, k, groups) / (hardware.copy_bandwidth_tbs * 1e6)
+    return compute, memory
+
+
 def roofline_us(kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec) -> Array:
     """Least time in microseconds: the larger of compute and memory time.
 
@@ -42,8 +51,4 @@ def roofline_us(kernel: str, m: Array, n: Array, k: Array, groups: Array, hardwa
         groups: Products in one call.
         hardware: The GPU.
     """
-    spec = KERNELS[kernel]
-    peak = hardware.peak_fp8_tflops if spec.is_fp8 else hardware.peak_bf16_tflops
-    compute = flops(spec, m, n, k, groups) / (peak * 1e6)
-    memory = moved_bytes(spec, m, n, k, groups) / (hardware.copy_bandwidth_tbs * 1e6)
-    return np.maximum(compute, memory)
+    return np.maximum(*limits_us(kernel, m, n, k, groups, hardware))

@@ -308,7 +308,7 @@ def test_predict_is_fast_and_keeps_order(base, refinement):
     names = [name for name in base.manifest["kernels"] if name in perfmodel.GEMM_KERNELS]
     frame = pd.DataFrame({
         "kernel": generator.choice(names, 36_000), "m": 64 * generator.integers(4, 1000, 36_000),
-        "n": 16 * generator.integers(1, 200, 36_000), "k": 16 * generator.integers(1, 200, 36_000),
+        "n": 128 * generator.integers(1, 25, 36_000), "k": 128 * generator.integers(1, 25, 36_000),
     })  # fmt: skip
     refinement.model.predict(frame.head(100)), base.predict(frame.head(100))
     seconds = []

@@ -1,0 +1,114 @@
+"""Why the model says what it says of one kernel call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from perfmodel.features import features
+from perfmodel.model import LAUNCH_FLOOR_US, PerfModel, columns_of
+from perfmodel.roofline import limits_us
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A prediction taken apart: `time_us` is `(roofline_us + launch_us)` times `typical` times every factor of `factors`.
+
+    Attributes:
+        kernel: Which kernel.
+        shape: Its m, n, k and groups.
+        time_us: Predicted time.
+        low_us: Lower end of the 90% interval.
+        high_us: Upper end.
+        compute_us: Time of the FLOPs at the GPU's peak.
+        memory_us: Time of the least bytes at the copy bandwidth.
+        launch_us: What the model adds to the roofline, so that it stays finite for the smallest calls.
+        typical: How much longer this kernel takes than roofline and launch, over the shapes that it was fitted on.
+        factors: What each feature of this shape multiplies that by (SHAP values of the trees), the strongest first.
+        correction: What a refinement on the user's machine multiplies the time by; 1 without one.
+        outside: Which of m, n, k, groups, product lie outside the sizes that the kernel was measured at.
+    """
+
+    kernel: str
+    shape: dict[str, int]
+    time_us: float
+    low_us: float
+    high_us: float
+    compute_us: float
+    memory_us: float
+    launch_us: float
+    typical: float
+    factors: dict[str, float]
+    correction: float
+    outside: tuple[str, ...]
+
+    @property
+    def roofline_us(self) -> float:
+        """The larger of compute and memory time."""
+        return max(self.compute_us, self.memory_us)
+
+    @property
+    def bound(self) -> str:
+        """`launch` where the roofline is shorter than a launch, otherwise `compute` or `memory`."""
+        if self.roofline_us < self.launch_us:
+            return "launch"
+        return "compute" if self.compute_us > self.memory_us else "memory"
+
+    def words(self, most: int = 5) -> str:
+        """The explanation as text, with the `most` strongest features."""
+        size = " x ".join(str(self.shape[name]) for name in ("m", "n", "k") if self.shape[name] > 1 or name != "n")
+        times = f", {self.shape['groups']} products" if self.shape["groups"] > 1 else ""
+        lines = [
+            f"{self.kernel} on {size}{times}: {self.time_us:.2f} us, 90% between {self.low_us:.2f} and {self.high_us:.2f}",
+            f"  roofline {self.roofline_us:.2f} us (compute {self.compute_us:.2f}, memory {self.memory_us:.2f}), "
+            f"launch {self.launch_us:.2f} us: bound by {self.bound}",
+            f"  this kernel typically takes {self.typical:.2f} times that; this shape, of it:",
+        ]
+        shown = list(self.factors.items())[:most]
+        lines += [f"    {factor:5.2f} x  {name}" for name, factor in shown]
+        rest = float(np.prod(list(self.factors.values())[most:]))
+        lines.append(f"    {rest:5.2f} x  all {len(self.factors) - len(shown)} other features")
+        if self.correction != 1.0:
+            lines.append(f"  measurements on this machine: {self.correction:.2f} x")
+        if self.outside:
+            lines.append(f"  {', '.join(self.outside)} outside the measured sizes: an extrapolation")
+        return "\n".join(lines)
+
+
+def explain(model: PerfModel, row: Mapping[str, Any] | pd.Series) -> Explanation:
+    """Take one prediction apart.
+
+    Args:
+        model: The time model.
+        row: `kernel`, `m`, `n`, `k` and optionally `groups`.
+
+    Raises:
+        ValueError: as `PerfModel.predict`; or the kernel is known from a refinement alone, which has no trees.
+    """
+    names = ("kernel", "m", "n", "k", "groups")
+    frame = pd.DataFrame([{name: row[name] for name in names if name in row}])
+    time, low, high = model.predict(frame).to_numpy()[0]
+    kernel, sizes = str(frame["kernel"].iloc[0]), columns_of(frame)
+    if "interval_factors" not in model.manifest["kernels"][kernel]:
+        raise ValueError(f"{kernel} is known from measurements on this machine alone: there are no trees to explain it by")
+    compute, memory = (float(limit[0]) for limit in limits_us(kernel, *sizes, model.hardware))
+    labels, matrix = features(kernel, *sizes, model.hardware)
+    added = model.trees(kernel).contributions(matrix)[0].astype(float)
+    order = np.argsort(-np.abs(added[:-1]), kind="stable")
+    base = (max(compute, memory) + LAUNCH_FLOOR_US) * np.exp(added.sum())
+    ratio = time / base
+    shape = dict(zip(("m", "n", "k", "groups"), (int(size[0]) for size in sizes), strict=True))
+    product = float(np.prod(list(shape.values()), dtype=float))
+    ranges = model.manifest["kernels"][kernel]["range"]
+    outside = tuple(
+        name for name, value in (*shape.items(), ("product", product)) if not ranges[name][0] <= value <= ranges[name][1]
+    )
+    return Explanation(
+        kernel, shape, float(time), float(low), float(high), compute, memory, LAUNCH_FLOOR_US, float(np.exp(added[-1])),
+        {labels[index]: float(np.exp(added[index])) for index in order},
+        1.0 if abs(ratio - 1) < 1e-4 else float(ratio), outside,
+    )  # fmt: skip
