@@ -8,13 +8,18 @@ import pytest
 from loka_sim.dispatch.candidates import Row, SiteShape, launches, possible_rows
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.decide import Accuracy, Policy, decide_site, flat
+from loka_sim.dispatch.operands import TORCH, Toolbox
 from loka_sim.dispatch.steps import speedup
 from loka_sim.modelspec import Dim, Site, linear_passes
 from perfmodel.step import combine
 
-FP8_KERNELS = tuple(f"torch/fp8_{s}_{how}" for s in ("tensorwise", "rowwise") for how in ("fast", "split")) + (
-    "torch/fp8_block128",
-)
+SCALED = tuple(f"fp8_{s}_{how}" for s in ("tensorwise", "rowwise") for how in ("fast", "split"))
+FP8_KERNELS = (*(f"torch/{name}" for name in SCALED), "torch/fp8_block128")
+ALL_KERNELS = (
+    *FP8_KERNELS, *(f"loka/{name}" for name in SCALED), "fbgemm/fp8_rowwise_fast", "fbgemm/fp8_rowwise_split",
+    "fbgemm/fp8_block128",
+)  # fmt: skip
+SEVERAL = Toolbox.of(("torch", "loka", "fbgemm"))
 PASSES = ("output", "grad_input", "grad_weight")
 SHAPE = SiteShape.of(Site("layer", "linear", linear_passes(Dim(0, 1), Dim(512), Dim(1024))), 2048)
 M, N, K = 2048, 512, 1024
@@ -32,28 +37,50 @@ def scaling(kernel):
     return next((s for s in ("tensorwise", "rowwise", "block") if s in kernel), None)
 
 
-def brute_rows(kernels):
-    """Launches of (kernel of output, grad_input, grad_weight), written a second time from the issue's words."""
+def makers(how, several):
+    """Quantizers of a tensor as stored, of its transpose, and of both at once."""
+    libraries = {"torch", "loka"} if several else {"torch"}
+    if how == "block1x128":
+        libraries = {"torch"}  # our own scales lie otherwise than cuBLAS takes them
+    plain = libraries | ({"fbgemm"} if several and "block" not in how else set())
+    names = [f"{library}/quantize_{how}" for library in sorted(plain)]
+    return (
+        names,
+        [f"{m}/quantize_{how}_transposed" for m in sorted(libraries)],
+        ["loka/quantize_" + how + "_dual"] * ("loka" in libraries),
+    )
+
+
+def brute_rows(kernels, table=None):
+    """Launches of (kernel of output, grad_input, grad_weight), written a second time from the issue's words.
+
+    With a table, quantizers of any library, the fastest ones; else torch's.
+    """
     rows = [(kernel, *GEMMS[name]) for name, kernel in zip(PASSES, kernels, strict=True)]
-    wanted = set()
+    wanted = {}
     for name, kernel in zip(PASSES, kernels, strict=True):
         for tensor, side, transposed in READS[name]:
-            if scaling(kernel) == "block":
-                wanted.add((tensor, "block1x128" if side == "left" else "block128x128", transposed))
-            elif scaling(kernel):
-                wanted.add((tensor, scaling(kernel), transposed))
-    for tensor, how, transposed in wanted:
+            how = scaling(kernel)
+            if how == "block":
+                how = "block1x128" if side == "left" and kernel.startswith("torch/") else "block128x128"
+            if how:
+                wanted.setdefault((tensor, how), set()).add(transposed)
+    for (tensor, how), readings in wanted.items():
         height, width = TENSORS[tensor]
-        kernel = f"torch/quantize_{how}"
-        if transposed:
-            square = how in ("tensorwise", "block128x128")
-            kernel = "torch/transpose_e4m3" if square and (tensor, how, False) in wanted else f"{kernel}_transposed"
-        rows.append((kernel, height, 1, width))
+        plain, turned, dual = makers(how, table is not None)
+        if len(readings) == 2:
+            second = ["torch/transpose_e4m3"] if how in ("tensorwise", "block128x128") else turned
+            ways = [*product(plain, second), *((one,) for one in dual)]
+        else:
+            ways = [(one,) for one in (turned if True in readings else plain)]
+        lists = [[(kernel, height, 1, width) for kernel in way] for way in ways]
+        rows += min(lists, key=lambda some: sum(table[row].us for row in some)) if table is not None else lists[0]
     return rows
 
 
-def brute_force(table, mere, policy):
-    """The fastest assignment whose gain is sure, over all 216."""
+def brute_force(table, mere, policy, fp8_kernels=FP8_KERNELS, several=False):
+    """The fastest assignment whose gain is sure, over all."""
+    prices = table if several else None
 
     def us(rows, end=0):
         return sum(table[row][end] for row in rows)
@@ -72,24 +99,25 @@ def brute_force(table, mere, policy):
 
     bf16 = ("torch/bf16",) * 3
     best, best_us = bf16, us(brute_rows(bf16))
-    for kernels in product(*(("torch/bf16", *FP8_KERNELS) for _ in PASSES)):
+    for kernels in product(*(("torch/bf16", *fp8_kernels) for _ in PASSES)):
         fp8 = [i for i, kernel in enumerate(kernels) if kernel != "torch/bf16"]
         if any(mere[PASSES[i], kernels[i]] >= policy.max_mere for i in fp8):
             continue
         tests = [fp8, *([i] for i in fp8)]
-        rows, ok = brute_rows(kernels), bool(fp8)
+        rows = brute_rows(kernels, prices)
+        ok = bool(fp8) and us(rows) < best_us
         for reverted in tests:
             back = tuple("torch/bf16" if i in reverted else kernel for i, kernel in enumerate(kernels))
             saved = us([("torch/bf16", *GEMMS[PASSES[i]]) for i in reverted])
-            ok = ok and passes_test(rows, brute_rows(back), saved)
-        if ok and us(rows) < best_us:
+            ok = ok and passes_test(rows, brute_rows(back, prices), saved)
+        if ok:
             best, best_us = kernels, us(rows)
     return best, best_us
 
 
-def draw(seed):
+def draw(seed, toolbox=TORCH, fp8_kernels=FP8_KERNELS):
     rng = np.random.default_rng(seed)
-    rows = sorted(possible_rows(SHAPE))
+    rows = sorted(possible_rows(SHAPE, toolbox))
     table = {}
     spread = rng.choice([0.0, 0.03, 0.15])
     fastest = rng.choice([6.0, 14.0])
@@ -99,7 +127,7 @@ def draw(seed):
         else:
             us = rng.uniform(fastest, 18) if "fp8" in row.kernel else rng.uniform(0.2, 6)
         table[row] = Time(us, us * (1 - spread * rng.uniform(0.2, 1)), us * (1 + spread * rng.uniform(0.2, 1)))
-    mere = {(name, kernel): float(rng.choice([0.01, 0.05, 0.3], p=[0.4, 0.4, 0.2])) for name in PASSES for kernel in FP8_KERNELS}
+    mere = {(name, kernel): float(rng.choice([0.01, 0.05, 0.3], p=[0.4, 0.4, 0.2])) for name in PASSES for kernel in fp8_kernels}
     return table, mere
 
 
@@ -115,6 +143,33 @@ def test_decision_equals_brute_force(seed):
     for name, entry in decided.items():
         assert (entry.status == "fast") == (entry.kernel != "torch/bf16")
         assert entry.kernel == "torch/bf16" or mere[name, entry.kernel] < policy.max_mere
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_decision_among_several_libraries_equals_brute_force(seed):
+    table, mere = draw(seed, SEVERAL, ALL_KERNELS)
+    policy = Policy(max_mere=0.2, min_speedup=[1.0, 1.05, 1.3][seed % 3])
+    decided = decide_site(SHAPE, Times(table), {k: Accuracy(v, 20.0) for k, v in mere.items()}, policy, SEVERAL)
+    prices = {(r.kernel, r.m, r.n, r.k): t for r, t in table.items()}
+    expected, expected_us = brute_force(prices, mere, policy, ALL_KERNELS, several=True)
+    assert tuple(decided[name].kernel for name in PASSES) == expected
+    rows = [row[:4] for entry in decided.values() for row in entry.rows]
+    assert sorted(rows) == sorted(brute_rows(expected, prices))
+    assert sum(entry.predicted.us for entry in decided.values()) == pytest.approx(expected_us)
+
+
+def test_the_draws_mix_libraries_and_ways():
+    """GEMMs fed by other libraries' quantizers, and kernels that write both readings, are among what is compared above."""
+    mixed = dual = turned = False
+    for seed in range(12):
+        table, mere = draw(seed, SEVERAL, ALL_KERNELS)
+        errors = {key: Accuracy(value, 20.0) for key, value in mere.items()}
+        for entry in decide_site(SHAPE, Times(table), errors, Policy(), SEVERAL).values():
+            libraries = {kernel.partition("/")[0] for kernel in entry.makers.values()}
+            mixed |= bool(libraries - {entry.kernel.partition("/")[0]})
+            dual |= any(kernel.endswith("_dual") for kernel in entry.makers.values())
+            turned |= "torch/transpose_e4m3" in entry.makers.values()
+    assert mixed and dual and turned
 
 
 def test_the_draws_reach_every_kind_of_decision():
