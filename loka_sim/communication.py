@@ -1,77 +1,168 @@
-"""What a step exchanges between GPUs: pooled embeddings and dense gradients, each GPU with its own batch.
+"""What a training step exchanges between GPUs, and how long each exchange takes: embeddings and dense parameters.
 
-Embedding tables are spread over the GPUs, whole tables each, the dense part is replicated. Per step: an
-all-to-all of pooled embeddings forward and one of their gradients backward, and all-reduces of the dense
-gradients in DistributedDataParallel's default buckets, all in bf16. Their sum is what would be exposed if nothing overlapped.
+Embedding tables are spread over the GPUs, whole tables each: per step an all-to-all of pooled embeddings forward and one of
+their gradients backward. The dense part is replicated (`ddp`: its gradients are all-reduced in DistributedDataParallel's
+default buckets), sharded over all GPUs (`fsdp`: its parameters are gathered before the forward and again before the
+backward, gradients reduce-scattered), or sharded inside each host and replicated over hosts (`hsdp`). Dense parameters and
+gradients travel in bf16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loka_sim.dispatch.steps import Step
-from loka_sim.modelspec import ModelSpec
+from loka_sim.cluster import check_gpus
+from loka_sim.dispatch.cost import Time
+from loka_sim.errors import UserError
+from loka_sim.modelspec import ModelSpec, Site
+from perfmodel.topology import Cluster
+
+if TYPE_CHECKING:
+    from perfmodel.collectives import CollectiveModel
+    from perfmodel.model import PerfModel
 
 BF16_BYTES = 2
 BUCKET_BYTES = 25 * 2**20
-"""Default `bucket_cap_mb` of `torch.nn.parallel.DistributedDataParallel`."""
+"""Default `bucket_cap_mb` of `torch.nn.parallel.DistributedDataParallel`; FSDP's units are made as large."""
+
+DENSE = ("ddp", "fsdp", "hsdp")
+EXCHANGES = ("bf16", "fp16", "fp8_rowwise")
+NVLINK, NETWORK = "nvlink", "network"
+"""Streams: what stays inside hosts, and what crosses the network."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How a training job is spread.
+
+    Attributes:
+        gpus: Ranks, each with a batch of its own.
+        cluster: Hosts and network; None where only one host can be asked about.
+        dense: One of `DENSE`.
+        exchange: What embeddings and their gradients travel in, one of `EXCHANGES`.
+    """
+
+    gpus: int = 1
+    cluster: Cluster | None = None
+    dense: str = "ddp"
+    exchange: str = "bf16"
+
+    def __post_init__(self) -> None:
+        """Refuse what no job can be.
+
+        Raises:
+            UserError: one line with the option and the mend.
+        """
+        if self.gpus < 1:
+            raise UserError(f"--gpus {self.gpus} is not positive; give the number of GPUs of the training job")
+        check_gpus(self.gpus, self.cluster)
+        for option, value, known in (("--dense", self.dense, DENSE), ("--exchange", self.exchange, EXCHANGES)):
+            if value not in known:
+                raise UserError(f"{option} {value} is unknown; choose one of {', '.join(known)}")
+
+    @property
+    def per_host(self) -> int:
+        """GPUs in each host."""
+        return self.gpus if self.cluster is None else min(self.gpus, self.cluster.gpus_per_host)
+
+    @property
+    def hosts(self) -> int:
+        """Hosts."""
+        return self.gpus // self.per_host
+
+
+class Call(NamedTuple):
+    """A collective to ask the time model about."""
+
+    op: str
+    ranks: int
+    bytes_per_rank: int
+    per_host: int
+    dtype: str = "bf16"
+    dim: int = 0
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective with its predicted time.
+
+    Attributes:
+        call: What it is.
+        stream: `NVLINK` or `NETWORK`.
+        time: Microseconds with the 90% interval.
+        basis: `interpolated`, `extrapolated` or `modelled`, see `perfmodel.collectives.CollectiveModel.basis`.
+    """
+
+    call: Call
+    stream: str
+    time: Time
+    basis: str
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Dense parameters that travel together.
+
+    Attributes:
+        sites: Names of the sites whose weights they are, in forward order; none for what stands at no GEMM.
+        size_bytes: Their size in bf16.
+        gather: Before their forward, and again before their backward; None where they are replicated.
+        reduce: What their gradients go through, in order.
+    """
+
+    sites: tuple[str, ...]
+    size_bytes: int
+    gather: Collective | None
+    reduce: tuple[Collective, ...]
+
+    @property
+    def calls(self) -> tuple[Collective, ...]:
+        """Every collective of a step."""
+        return (*([self.gather] * 2 if self.gather else []), *self.reduce)
 
 
 @dataclass(frozen=True)
 class Communication:
-    """Collectives of one training step on one of `gpus` GPUs; times are None where nothing was measured.
+    """Collectives of one training step on one of several GPUs.
 
     Attributes:
-        gpus: Ranks.
-        all_to_all_bytes: What one rank exchanges in one direction.
-        all_reduce_bytes: Dense gradients.
-        all_to_all_us: Forward and backward together.
-        all_reduce_us: All-reduces of all dense gradients, bucket after bucket.
+        parallel: How the job is spread.
+        embedding_bytes: What one rank exchanges in one direction, in bf16.
+        dense_bytes: Dense gradients, in bf16.
+        exchange: The all-to-all of embeddings; that of their gradients is the same. None where there are no tables.
+        units: Dense parameters in forward order.
         missing: Why there is no figure, in words; None where there is one.
     """
 
-    gpus: int
-    all_to_all_bytes: int
-    all_reduce_bytes: int
-    all_to_all_us: float | None = None
-    all_reduce_us: float | None = None
+    parallel: Parallel
+    embedding_bytes: int
+    dense_bytes: int
+    exchange: Collective | None = None
+    units: tuple[Unit, ...] = ()
     missing: str | None = None
 
     @property
-    def exposed_us(self) -> float | None:
-        """All collectives, nothing overlapped; None where one of them is unknown."""
-        if self.all_to_all_us is None or self.all_reduce_us is None:
-            return None
-        return self.all_to_all_us + self.all_reduce_us
+    def calls(self) -> tuple[Collective, ...]:
+        """Every collective of a step."""
+        exchanges = [self.exchange] * 2 if self.exchange else []
+        return (*exchanges, *(call for unit in self.units for call in unit.calls))
 
     @property
-    def text(self) -> str:
-        """What it is, in words."""
-        if self.exposed_us is None:
-            return f"No figure for communication between {self.gpus} GPUs: {self.missing}."
-        return (
-            f"Communication between {self.gpus} GPUs in bf16, not overlapped: all-to-all of embeddings "
-            f"{self.all_to_all_us:,.0f} us ({self.all_to_all_bytes / 2**20:,.1f} MiB a rank each way), "
-            f"all-reduce of dense gradients {self.all_reduce_us:,.0f} us ({self.all_reduce_bytes / 2**20:,.1f} MiB)."
-        )
+    def exchange_us(self) -> float | None:
+        """All-to-alls, forward and backward together; None where there is no figure."""
+        return None if self.missing else 2 * self.exchange.time.us if self.exchange else 0.0
 
-    def to_dict(self, steps: Sequence[Step]) -> dict[str, Any]:
-        """The document's part; `steps` holds bf16 first and the decision last."""
-        exposed = self.exposed_us
-        bf16, decided = steps[0].total.us, steps[-1].total.us
-        return {
-            "gpus": self.gpus,
-            "all_to_all_bytes": self.all_to_all_bytes,
-            "all_reduce_bytes": self.all_reduce_bytes,
-            "all_to_all_us": self.all_to_all_us,
-            "all_reduce_us": self.all_reduce_us,
-            "exposed_us": exposed,
-            "step_us": None if exposed is None else decided + exposed,
-            "speedup": None if exposed is None else (bf16 + exposed) / (decided + exposed),
-            "text": self.text,
-        }
+    @property
+    def dense_us(self) -> float | None:
+        """Collectives of dense parameters and gradients, one after the other; None where there is no figure."""
+        return None if self.missing else sum(call.time.us for unit in self.units for call in unit.calls)
+
+    @property
+    def basis(self) -> str | None:
+        """The weakest basis of any collective; None where there is none."""
+        found = {call.basis for call in self.calls}
+        return next((name for name in ("modelled", "extrapolated", "interpolated") if name in found), None)
 
 
 def embedding_bytes(spec: ModelSpec) -> int:
@@ -80,26 +171,109 @@ def embedding_bytes(spec: ModelSpec) -> int:
     return round(sum(vectors) * spec.batch) * BF16_BYTES
 
 
-def communication(spec: ModelSpec, gpus: int, hardware: str) -> Communication | None:
+def communication(spec: ModelSpec, parallel: Parallel, timing: PerfModel) -> Communication | None:
     """Collectives of one step at the model's batch per GPU; None for one GPU.
 
-    A number of ranks or a size that was not measured gives no figure, and says so.
+    Where nothing was measured that could say, there is no figure, and words why.
     """
-    if gpus == 1:
+    if parallel.gpus == 1:
         return None
-    embeddings, gradients = embedding_bytes(spec), spec.dense_parameters * BF16_BYTES
+    embeddings = embedding_bytes(spec)
+    units = _units(spec, parallel.dense == "ddp")
+    dense = sum(size for _, size in units)
+    try:
+        model = timing.collectives
+        exchange = [_exchange(spec, parallel, embeddings, model)] if embeddings else []
+        calls = [_dense_calls(parallel, size) for _, size in units]
+        wanted = [*exchange, *(call for gather, reduce in calls for call in (gather, *reduce) if call)]
+        known = _predict(list(dict.fromkeys(wanted)), model, parallel)
+    except (ValueError, FileNotFoundError) as error:
+        return Communication(parallel, embeddings, dense, missing=str(error).rstrip("."))
+    made = tuple(
+        Unit(sites, size, known[gather] if gather else None, tuple(known[call] for call in reduce))
+        for (sites, size), (gather, reduce) in zip(units, calls, strict=True)
+    )
+    return Communication(parallel, embeddings, dense, known[exchange[0]] if exchange else None, made)
+
+
+def _exchange(spec: ModelSpec, parallel: Parallel, size: int, model: CollectiveModel) -> Call:
+    """The all-to-all of embeddings; compressed, a row of a scale is as long as the mean table's, or as near as was measured."""
+    call = Call("all_to_all", parallel.gpus, size, parallel.per_host, parallel.exchange)
+    dims = [key.dim for key in model.curves if key.op == "all_to_all" and key.dtype == parallel.exchange]
+    if not dims or max(dims) == 0:
+        return call
+    mean = sum(table.dim for table in spec.tables) / len(spec.tables)
+    return call._replace(dim=round(min(max(mean, min(dims)), max(dims))))
+
+
+def _dense_calls(parallel: Parallel, size: int) -> tuple[Call | None, tuple[Call, ...]]:
+    """What a unit of so many bytes is gathered by, and what its gradients are reduced by."""
+    gpus, island, hosts = parallel.gpus, parallel.per_host, parallel.hosts
+    if parallel.dense == "ddp":
+        return None, (Call("all_reduce", gpus, size, island),)
+    if parallel.dense == "hsdp" and hosts > 1:
+        # Between hosts each GPU reduces its own shard, with the GPUs of its place in the others.
+        between = Call("all_reduce", hosts, -(-size // island), 1)
+        if island == 1:
+            return None, (between,)
+        return Call("all_gather", island, size, island), (Call("reduce_scatter", island, size, island), between)
+    return Call("all_gather", gpus, size, island), (Call("reduce_scatter", gpus, size, island),)
+
+
+def _predict(calls: list[Call], model: CollectiveModel, parallel: Parallel) -> dict[Call, Collective]:
     import pandas
 
-    from perfmodel import collectives
+    frame = pandas.DataFrame(calls, columns=list(Call._fields))
+    times = model.predict(frame, parallel.cluster)
+    bases = model.basis(frame, parallel.cluster)
+    return {
+        call: Collective(call, NVLINK if call.ranks == call.per_host else NETWORK, Time(*map(float, entry)), str(basis))
+        for call, entry, basis in zip(calls, times.itertuples(index=False), bases, strict=True)
+    }
 
-    full, rest = divmod(gradients, BUCKET_BYTES)
-    asked = [("all_to_all", embeddings, 1), ("all_reduce", BUCKET_BYTES, full), ("all_reduce", rest, 1)]
-    frame = pandas.DataFrame([entry for entry in asked if entry[1] and entry[2]], columns=["op", "bytes_per_rank", "count"])
-    try:
-        model = collectives.load(hardware)
-        frame["us"] = model.predict(frame.assign(ranks=gpus))["time_us"] * frame["count"]
-        all_to_all, all_reduce = (float(frame.loc[frame["op"] == op, "us"].sum()) for op in ("all_to_all", "all_reduce"))
-    except (ValueError, FileNotFoundError) as error:
-        return Communication(gpus, embeddings, gradients, missing=str(error).rstrip("."))
-    # The gradients of the embeddings travel back the way that the embeddings came.
-    return Communication(gpus, embeddings, gradients, 2 * all_to_all, all_reduce)
+
+def _units(spec: ModelSpec, replicated: bool) -> list[tuple[tuple[str, ...], int]]:
+    """Dense parameters in forward order, in parts of at least `BUCKET_BYTES` but for the last: (sites, bytes).
+
+    Replicated ones are reduced in the order of the backward: their parts are filled from the end.
+    """
+    sizes: dict[str, tuple[str, int]] = {}
+    for site in spec.sites:
+        if (size := _weight_bytes(site)) and site.weight not in sizes:
+            assert site.weight is not None
+            sizes[site.weight] = (site.name, size)
+    weights = list(sizes.values())
+    at_sites = sum(size for _, size in weights)
+    total = spec.dense_parameters * BF16_BYTES or at_sites
+    # A weight that a GEMM reads in a larger form than it is stored in must not count for more than there is.
+    scale = min(1.0, total / at_sites) if at_sites else 1.0
+    parts: list[tuple[tuple[str, ...], int]] = []
+    names: list[str] = []
+    filled = 0
+    for name, size in reversed(weights) if replicated else weights:
+        names.append(name)
+        filled += round(size * scale)
+        if filled >= BUCKET_BYTES:
+            parts.append((tuple(names), filled))
+            names, filled = [], 0
+    if names:
+        parts.append((tuple(names), filled))
+    rest = total - sum(size for _, size in parts)
+    others = [((), BUCKET_BYTES)] * (rest // BUCKET_BYTES) + ([((), rest % BUCKET_BYTES)] if rest % BUCKET_BYTES > 0 else [])
+    if replicated:
+        parts = [(tuple(reversed(sites)), size) for sites, size in reversed(parts)]
+    # What stands at no GEMM (biases, norms) is needed from the start, and its gradients are there at the end.
+    return [*(others if rest > 0 else []), *parts]
+
+
+def _weight_bytes(site: Site) -> int:
+    """Size of the parameter that a site trains; 0 where it trains none, or in a form that depends on the batch."""
+    gemm = site.passes.get("grad_weight")
+    if site.weight is None or gemm is None or any(dim.per_batch for dim in (gemm.m, gemm.n, gemm.groups)):
+        return 0
+    return gemm.m.const * gemm.n.const * gemm.groups.const * BF16_BYTES
+
+
+def describe(cluster: Cluster | None) -> dict[str, Any] | None:
+    """A cluster as documents hold it."""
+    return None if cluster is None else {key: list(v) if isinstance(v, tuple) else v for key, v in vars(cluster).items()}

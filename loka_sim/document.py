@@ -15,6 +15,7 @@ from loka_sim.dispatch.decide import STATUSES, Accuracy, Candidate, PassDecision
 from loka_sim.dispatch.operands import DEFAULT_LIBRARIES
 from loka_sim.dispatch.steps import Step
 from loka_sim.statements import statements
+from loka_sim.step_document import communication_document
 from perfmodel.kernels import KERNELS
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ def document(answer: WhatIf) -> dict[str, Any]:
             "min_speedup": settings.min_speedup,
             "calibration": settings.calibration,
             "libraries": list(settings.libraries),
+            "cluster": settings.cluster,
+            "dense": settings.dense,
+            "exchange": settings.exchange,
         },
         "model": {
             "name": spec.name,
@@ -77,13 +81,13 @@ def document(answer: WhatIf) -> dict[str, Any]:
         },
         "counts": _counts(answer),
         "steps": [_step(step, settings.batch) for step in answer.steps],
-        "communication": None if answer.communication is None else answer.communication.to_dict(answer.steps),
+        "communication": communication_document(answer),
         "sites": [_site(site, answer.times) for site in answer.sites],
         "times": [[*row, *answer.times.of[row]] for row in sorted(answer.times.of)],
         "statements": [{"level": level, "text": text} for level, text in statements(answer)],
         "next": next_command(answer),
     }
-    return _rounded(result)
+    return rounded(result)
 
 
 def command(settings: Settings) -> list[str]:
@@ -98,6 +102,9 @@ def command(settings: Settings) -> list[str]:
         ("--min-speedup", settings.min_speedup, 1.05),
         ("--calibration", settings.calibration, None),
         ("--libraries", ",".join(settings.libraries), ",".join(DEFAULT_LIBRARIES)),
+        ("--cluster", settings.cluster, None),
+        ("--dense", settings.dense, "ddp"),
+        ("--exchange", settings.exchange, "bf16"),
     ):
         if value != default:
             words += [option, str(value)]
@@ -255,12 +262,12 @@ def _three(prefix: str, time: Time) -> dict[str, float]:
     return {f"{prefix}_us": time.us, f"{prefix}_low_us": time.low_us, f"{prefix}_high_us": time.high_us}
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Figures at six significant digits: more than any prediction holds, and the same on every machine."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {key: _rounded(entry) for key, entry in value.items()}
+        return {key: rounded(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_rounded(entry) for entry in value]
+        return [rounded(entry) for entry in value]
     return value

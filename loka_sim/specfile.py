@@ -12,8 +12,12 @@ from loka_sim.errors import UserError
 SCHEMA_PATH = Path(__file__).parent / "schemas" / "model_spec.schema.json"
 
 
-def read(path: Path) -> Any:
+def read(path: Path, what: str = "model spec") -> Any:
     """The document in a `.json`, `.yaml` or `.yml` file (any other suffix is read as YAML, of which JSON is a part).
+
+    Args:
+        path: The file.
+        what: What an error calls its contents.
 
     Raises:
         UserError: the file is missing, cannot be read, is truncated or says one key twice.
@@ -23,15 +27,15 @@ def read(path: Path) -> Any:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; check the path") from None
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give a readable model spec file") from None
+        raise UserError(f"{path}: {error.strerror}; give a readable {what} file") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path}: not text; give a model spec as JSON or YAML") from None
+        raise UserError(f"{path}: not text; give a {what} as JSON or YAML") from None
     if not text.strip():
-        raise UserError(f"{path}: the file is empty; write the model spec again")
-    return _parse_json(text, path) if path.suffix.lower() == ".json" else _parse_yaml(text, path)
+        raise UserError(f"{path}: the file is empty; write the {what} again")
+    return _parse_json(text, path, what) if path.suffix.lower() == ".json" else _parse_yaml(text, path, what)
 
 
-def _parse_json(text: str, path: Path) -> Any:
+def _parse_json(text: str, path: Path, what: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         document: dict[str, Any] = {}
         for key, value in pairs:
@@ -49,10 +53,10 @@ def _parse_json(text: str, path: Path) -> Any:
         where = f"line {error.lineno}, column {error.colno}"
         raise UserError(f"{path}: no valid JSON at {where} ({error.msg}); is the file truncated? write it again") from None
     except RecursionError:
-        raise UserError(f"{path}: nested too deeply for a model spec; write it again") from None
+        raise UserError(f"{path}: nested too deeply for a {what}; write it again") from None
 
 
-def _parse_yaml(text: str, path: Path) -> Any:
+def _parse_yaml(text: str, path: Path, what: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -73,7 +77,7 @@ def _parse_yaml(text: str, path: Path) -> Any:
         problem = getattr(error, "problem", None) or "unreadable"
         raise UserError(f"{path}: no valid YAML{where} ({problem}); is the file truncated? write it again") from None
     except RecursionError:
-        raise UserError(f"{path}: nested too deeply for a model spec; write it again") from None
+        raise UserError(f"{path}: nested too deeply for a {what}; write it again") from None
 
 
 def check(document: Any, where: str) -> None:
@@ -133,8 +137,8 @@ def _explain(error: Any) -> str:
         return f"{at}{missing!r} is missing; add it"
     if rule == "oneOf":
         return f"{at}a site takes either 'passes' or 'm', 'n' and 'k'; give one of them"
-    if rule == "const":
-        return f"{at}version {_short(error.instance)} is not known here; write {limit}, or use a newer loka-sim"
+    if rule == "enum" and field == "schema_version":
+        return f"{at}version {_short(error.instance)} is not known here; write {limit[-1]}, or use a newer loka-sim"
     if rule == "enum":
         return f"{at}{_short(error.instance)} is not one of {', '.join(map(str, limit))}; write one of them"
     if rule == "minimum":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from loka_sim.dispatch.candidates import launches
 from loka_sim.dispatch.decide import flat
 from loka_sim.dispatch.operands import DEFAULT_LIBRARIES
+from loka_sim.step_document import in_words
 from perfmodel.kernels import KERNELS
 
 if TYPE_CHECKING:
@@ -113,4 +114,5 @@ def _left_out(answer: WhatIf) -> Iterable[Statement]:
         listed = ", ".join(f"{what} ({count} sites)" for what, count in uncounted.items())
         yield "warning", f"Not in the step time, no measured kernel stands for it: {listed}."
     if answer.communication is not None:
-        yield ("note" if answer.communication.exposed_us is not None else "warning"), answer.communication.text
+        measured = answer.communication.basis in ("interpolated", None) and not answer.communication.missing
+        yield ("note" if measured else "warning"), in_words(answer.communication)

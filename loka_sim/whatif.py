@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loka_sim.calibration import load as load_calibration
-from loka_sim.communication import Communication, communication
+from loka_sim.cluster import cluster_of
+from loka_sim.communication import Communication, Parallel, communication
 from loka_sim.dispatch.accuracy import Errors
 from loka_sim.dispatch.around import Around, around
 from loka_sim.dispatch.baselines import BASELINES
@@ -26,7 +28,10 @@ from loka_sim.dispatch.torchao_plan import convertible, expressible
 from loka_sim.errors import UserError, expected_of_lower_floors
 from loka_sim.modelspec import ModelSpec, Site
 from loka_sim.sources import Distributions, distributions, model_spec
+from loka_sim.step_plan import BF16, DECISION, timeline
 from perfmodel.kernels import KERNELS
+from perfmodel.timeline import Timeline
+from perfmodel.topology import Cluster
 
 if TYPE_CHECKING:
     from perfmodel.model import PerfModel
@@ -53,6 +58,9 @@ class Settings:
         min_speedup: Least speedup, quantization included, for FP8.
         calibration: Folder of a calibration; None for the shipped models as they are.
         libraries: Whose FP8 kernels were to choose from.
+        cluster: Preset or file of the hosts and the network between them; None for those that the hardware usually stands in.
+        dense: How the dense part is spread: ddp, fsdp or hsdp.
+        exchange: What embeddings travel in.
     """
 
     model: str
@@ -65,6 +73,9 @@ class Settings:
     min_speedup: float
     calibration: str | None = None
     libraries: tuple[str, ...] = DEFAULT_LIBRARIES
+    cluster: str | None = None
+    dense: str = "ddp"
+    exchange: str = "bf16"
 
 
 @dataclass(frozen=True)
@@ -142,6 +153,11 @@ class WhatIf:
         """Whether FP8 is worth it anywhere."""
         return self.decision.fp8_passes > 0
 
+    @cached_property
+    def timelines(self) -> Mapping[str, Timeline]:
+        """One training step on one of the GPUs, compute and communication: `bf16` and as decided (`decision`)."""
+        return {name: timeline(self, name) for name in (BF16, DECISION)}
+
     def to_dict(self) -> dict[str, Any]:
         """The `--json` document, see schemas/whatif.schema.json."""
         from loka_sim.document import document
@@ -161,6 +177,9 @@ def whatif(
     min_speedup: float = 1.05,
     calibration: str | Path | None = None,
     libraries: str | Sequence[str] = DEFAULT_LIBRARIES,
+    cluster: str | Path | Cluster | None = None,
+    dense: str = "ddp",
+    exchange: str = "bf16",
 ) -> WhatIf:
     """Decide which GEMMs of a model run in FP8, with which kernel, and predict what that is worth.
 
@@ -177,6 +196,11 @@ def whatif(
         calibration: Folder that `loka-sim validate --gpu` or `collect --gpu` wrote: both models as one machine corrected them.
         libraries: Whose FP8 kernels to choose from: names of `dispatch.operands.LIBRARIES`, or `all`. By default torch's, which
             is what `export` can hand to a training job.
+        cluster: Hosts and the network between them: a preset of `perfmodel.topology` (hgx_h100, hgx_h200) or a file with its
+            fields; None for the preset of the hardware, if there is one.
+        dense: How the dense part is spread over GPUs: `ddp` (replicated), `fsdp` (sharded over all), `hsdp` (sharded inside
+            each host).
+        exchange: What pooled embeddings and their gradients travel in: bf16, fp16 or fp8_rowwise.
 
     Raises:
         UserError: an argument is wrong; one line that names it and the mend.
@@ -193,13 +217,17 @@ def whatif(
     if measured is not None:
         hardware = measured.hardware
     folder = None if calibration is None else str(calibration)
-    settings = Settings(name, size, gpus, hardware, statistics, names, max_mere, min_speedup, folder, chosen)
+    parallel = Parallel(gpus, cluster_of(cluster, hardware), dense, exchange)
+    place = cluster.name if isinstance(cluster, Cluster) else None if cluster is None else str(cluster)
+    settings = Settings(
+        name, size, gpus, hardware, statistics, names, max_mere, min_speedup, folder, chosen, place, dense, exchange
+    )
     import perfmodel
 
     with expected_of_lower_floors():
         timing = perfmodel.load(hardware, None if measured is None else measured.path)
     known = distributions(spec, statistics, names)
-    exchanged = communication(spec, gpus, hardware)
+    exchanged = communication(spec, parallel, timing)
     major, minor = timing.hardware.capability
     policy = Policy(max_mere, min_speedup)
     toolbox, torch = (Toolbox.of(names, timing.manifest["kernels"], (major, minor)) for names in (chosen, ("torch",)))

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import loka_sim
-from loka_sim.cli import capture, collect, compare, export, kernels, models, validate, whatif
+from loka_sim.cli import capture, collect, compare, export, kernels, models, step, validate, whatif
 from loka_sim.errors import LokaSimError, UserError
 
 BUG, INTERRUPTED, BROKEN_PIPE = 101, 130, 141
@@ -26,6 +26,7 @@ _EPILOG = """start here:
   loka-sim whatif wukong                          the answer for a zoo model
   loka-sim whatif my_package.model:make           ... for your own
   loka-sim whatif wukong --out runs/wukong        ... with dispatch table and report
+  loka-sim step wukong --gpus 64 --trace t.json   one step's timeline over 64 GPUs, as a trace for Perfetto
   loka-sim compare runs/a runs/b                  what changed between two runs, and what it is worth
   loka-sim validate --gpu wukong                  on a Hopper GPU: how true all that is, and a calibration
 """
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     top.add_argument("--version", action="version", version=f"loka-sim {loka_sim.__version__}")
     verbs = top.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=_Parser)
-    for verb in (whatif, compare, export, capture, validate, collect, models, kernels):
+    for verb in (whatif, step, compare, export, capture, validate, collect, models, kernels):
         verb.add(verbs)
     return top
 

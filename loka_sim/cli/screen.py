@@ -88,10 +88,11 @@ def _steps(document: dict[str, Any], style: Style) -> list[str]:
     communication = document["communication"]
     more = []
     if communication is not None and communication["exposed_us"] is not None:
+        ends = f" [{communication['step_low_us']:,.0f}, {communication['step_high_us']:,.0f}]"
         more = [
             "",
-            f"  with communication, not overlapped ({communication['exposed_us']:,.0f} us): "
-            f"{communication['step_us']:,.0f} us, {communication['speedup']:.2f}x",
+            f"  on {communication['gpus']:,} GPUs: {communication['step_us']:,.0f} us{ends}, {communication['speedup']:.2f}x; "
+            f"communication exposed {communication['exposed_us']:,.0f} us",
         ]
     return [style(head, "dim"), *body, *more]
 

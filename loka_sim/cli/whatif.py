@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from loka_sim.whatif import WhatIf
 
 
 def add(verbs: Any) -> None:
@@ -16,6 +19,15 @@ def add(verbs: Any) -> None:
         description="Decide per GEMM and pass which kernel to run, and predict the dense step's time.",
         epilog="Exit code 0: FP8 pays somewhere; 1: nowhere.",
     )
+    add_question(verb)
+    verb.add_argument("--json", action="store_true", help="print every figure as JSON")
+    verb.add_argument("--out", type=Path, metavar="DIR", help="write dispatch table, report and manifest into a folder")
+    verb.add_argument("--trace", type=Path, metavar="FILE", help="write the step's timeline as a Chrome trace (see step)")
+    verb.set_defaults(run=run)
+
+
+def add_question(verb: argparse.ArgumentParser) -> None:
+    """Add the options of a what-if, whatever is then shown of the answer."""
     verb.add_argument(
         "model", metavar="MODEL", help="zoo name (see `loka-sim models`), model spec file, or package.module:callable"
     )
@@ -40,20 +52,24 @@ def add(verbs: Any) -> None:
         help="whose FP8 kernels to choose from: torch, loka, fbgemm, deepgemm, all; comma-separated (default: torch, which is "
         "what the export to torchao can run; it decides anew where kernels of others were chosen)",
     )  # fmt: skip
-    verb.add_argument("--json", action="store_true", help="print every figure as JSON")
-    verb.add_argument("--out", type=Path, metavar="DIR", help="write dispatch table, report and manifest into a folder")
-    verb.set_defaults(run=run)
+    verb.add_argument(
+        "--cluster", metavar="NAME|FILE",
+        help="hosts and the network between them: hgx_h100, hgx_h200, or a YAML or JSON file (default: the hardware's preset)",
+    )  # fmt: skip
+    verb.add_argument(
+        "--dense", default="ddp", metavar="HOW",
+        help="dense part over GPUs: ddp (replicated), fsdp (sharded), hsdp (sharded inside each host) (default: ddp)",
+    )  # fmt: skip
+    verb.add_argument(
+        "--exchange", default="bf16", metavar="DTYPE", help="embeddings travel in bf16, fp16 or fp8_rowwise (default: bf16)"
+    )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Answer, print, and write the run folder if asked to."""
-    from loka_sim.cli.output import Style, print_json
-    from loka_sim.cli.screen import first_screen
-    from loka_sim.run_folder import RunFolder
+def ask(arguments: argparse.Namespace) -> WhatIf:
+    """The what-if that the options of `add_question` ask for."""
     from loka_sim.whatif import whatif
 
-    folder = None if arguments.out is None else RunFolder.prepare(arguments.out)
-    answer = whatif(
+    return whatif(
         arguments.model,
         batch=arguments.batch,
         gpus=arguments.gpus,
@@ -64,10 +80,27 @@ def run(arguments: argparse.Namespace) -> int:
         min_speedup=arguments.min_speedup,
         calibration=arguments.calibration,
         libraries=arguments.libraries,
+        cluster=arguments.cluster,
+        dense=arguments.dense,
+        exchange=arguments.exchange,
     )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Answer, print, and write the run folder if asked to."""
+    from loka_sim.cli.output import Style, print_json
+    from loka_sim.cli.screen import first_screen
+    from loka_sim.run_folder import RunFolder
+
+    folder = None if arguments.out is None else RunFolder.prepare(arguments.out)
+    answer = ask(arguments)
     document = answer.to_dict()
     if folder is not None:
         folder.write(document, ["loka-sim", *arguments.argv])
+    if arguments.trace is not None:
+        from loka_sim.step_document import write_trace
+
+        write_trace(answer, arguments.trace, document["command"])
     if arguments.json:
         print_json(document)
     else:

@@ -192,8 +192,8 @@ def _communication(document: Record) -> Record | None:
         return None
     rows = [
         ("all-to-all, embeddings", words.count(found["all_to_all_bytes"], "B"), words.micro(found["all_to_all_us"])),
-        ("all-reduce, dense gradients", words.count(found["all_reduce_bytes"], "B"), words.micro(found["all_reduce_us"])),
-        ("exposed, nothing overlapped", "", words.micro(found["exposed_us"])),
+        (f"dense part, {found.get('dense', 'ddp')}", words.count(found["all_reduce_bytes"], "B"), words.micro(found["all_reduce_us"])),
+        ("exposed: not behind compute", "", words.micro(found["exposed_us"])),
         ("step with it, as decided", "", words.micro(found["step_us"])),
     ]
     return {"gpus": found["gpus"], "rows": rows, "speedup": words.ratio(found["speedup"]), "text": found["text"]}

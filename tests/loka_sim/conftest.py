@@ -10,6 +10,8 @@ import pandas
 import pytest
 
 from loka_sim.modelspec import Dim, Gemm, ModelSpec, Site, Table, linear_passes
+from perfmodel import collectives
+from perfmodel.collectives import CollectiveModel
 from perfmodel.kernels import KERNELS
 
 
@@ -46,6 +48,10 @@ class MadeUpTimes:
         peak = {"fp8_tensorwise_fast": 1200, "fp8_tensorwise_split": 1000, "fp8_rowwise_fast": 1100, "fp8_rowwise_split": 900,
                 "fp8_block128": 950}.get(kernel.partition("/")[2], 600)  # fmt: skip
         return 3.0 + 2 * m * n * k * groups / (peak * 1e6)
+
+    @property
+    def collectives(self) -> CollectiveModel:
+        return collectives.load("h200")
 
     def in_range(self, rows: pandas.DataFrame) -> pandas.Series:
         return (rows.m <= 65_536) & (rows.k <= 65_536)

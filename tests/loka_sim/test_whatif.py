@@ -3,18 +3,15 @@
 import dataclasses
 import json
 
-import pandas as pd
 import pytest
 
 import loka_sim
 from loka_sim.cli.output import Style
 from loka_sim.cli.screen import first_screen
-from loka_sim.communication import Communication, communication, embedding_bytes
 from loka_sim.dispatch import table
 from loka_sim.errors import DataError, LokaSimError, UserError
 from loka_sim.modelspec import Dim, ModelSpec, Site, linear_passes
 from loka_sim.schemas import problem
-from perfmodel import collectives
 
 
 @pytest.fixture
@@ -206,41 +203,6 @@ def test_one_name_of_a_zoo_model_does_not_borrow_its_statistics(made_up):
     site = Site("something.else", "linear", linear_passes(Dim(0, 1), Dim(64), Dim(64)), weight="something.else.weight")
     answer = loka_sim.whatif(ModelSpec("wukong", 64, (site,)))
     assert answer.distributions.origin == "assumed"
-
-
-def test_embedding_bytes_by_hand(made_up_model):
-    # 64 pooled values and 3 x 32 unpooled ones a sample, 2 bytes each.
-    assert embedding_bytes(made_up_model) == 2048 * (64 + 3 * 32) * 2
-
-
-def test_communication_needs_more_than_one_gpu(made_up_model):
-    assert communication(made_up_model, 1, "h200") is None
-
-
-def test_communication_that_was_not_measured_has_no_figure(made_up_model):
-    found = communication(made_up_model, 1001, "h200")
-    assert found is not None and found.exposed_us is None
-    assert found.text.startswith("No figure for communication between 1001 GPUs: ")
-
-
-def test_communication_by_hand(made_up_model):
-    """Two all-to-alls of the embeddings, and the gradients in full buckets of 25 MiB and a rest."""
-    model = dataclasses.replace(made_up_model, dense_parameters=30 * 2**20)
-    asked = pd.DataFrame({"op": ["all_to_all", "all_reduce", "all_reduce"], "ranks": 4})
-    asked["bytes_per_rank"] = [embedding_bytes(model), 25 * 2**20, 10 * 2**20]
-    exchange, full, rest = collectives.load("h200").predict(asked)["time_us"]
-    found = communication(model, 4, "h200")
-    assert found.all_to_all_us == pytest.approx(2 * exchange)
-    assert found.all_reduce_us == pytest.approx(2 * full + rest)
-
-
-def test_communication_in_the_document(answer):
-    known = Communication(8, 10, 20, all_to_all_us=100.0, all_reduce_us=50.0).to_dict(answer.steps)
-    bf16, decided = answer.steps[0].total.us, answer.steps[-1].total.us
-    assert known["exposed_us"] == 150 and known["step_us"] == decided + 150
-    assert known["speedup"] == (bf16 + 150) / (decided + 150)
-    missing = Communication(3, 10, 20, missing="nothing measured").to_dict(answer.steps)
-    assert missing["exposed_us"] is missing["step_us"] is missing["speedup"] is None
 
 
 def test_screen_is_calm(document):

@@ -1,0 +1,89 @@
+"""The screen of `loka-sim step`: streams, what a step consists of, what bounds it, what travels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from loka_sim.cli.output import Style, figure, table, wrap
+
+_LABELS = {"bf16": "bf16", "decision": "loka-sim's decision"}
+_WORDS = {"all_to_all": "all-to-all", "all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
+_MOST_CALLS = 10
+
+
+def step_screen(document: dict[str, Any], style: Style, trace: Path | None = None) -> str:
+    """The screen as text, at most 100 columns wide.
+
+    Args:
+        document: `step_document`'s.
+        style: Colour or none.
+        trace: The trace that was written, if any.
+    """
+    lines = [style(line, "dim") for line in wrap(_subject(document), "", "  ")]
+    decided = document["steps"]["decision"]
+    ends = f"[{decided['step_low_us']:,.0f}, {decided['step_high_us']:,.0f}]"
+    lines += ["", style(f"step {decided['step_us']:,.0f} us {ends}, {document['speedup']:.2f}x of bf16's", "bold"), ""]
+    lines += [*_streams(document, style), "", *_kinds(document, style)]
+    if document["collectives"]:
+        lines += ["", *_calls(document, style)]
+    lines.append("")
+    for statement in document["statements"]:
+        warning = statement["level"] == "warning"
+        lines += [
+            style(line, "yellow" if warning else "dim") for line in wrap(statement["text"], "  ! " if warning else "  - ", "    ")
+        ]
+    if trace is not None:
+        lines += ["", f"wrote {trace}: open it in https://ui.perfetto.dev"]
+    return "\n".join(lines)
+
+
+def _subject(document: dict[str, Any]) -> str:
+    model, cluster = document["model"], document["cluster"]
+    where = ""
+    if document["gpus"] > 1:
+        where = f", {document['dense']}, embeddings in {document['exchange']}"
+        if cluster is not None and document["gpus"] > cluster["gpus_per_host"]:
+            hosts = document["gpus"] // cluster["gpus_per_host"]
+            where = f" in {hosts:,} hosts of {cluster['name']} ({cluster['nic_gbps']:g} Gb/s a GPU)" + where
+    return f"{model['name']}, {document['gpus']:,} x {document['hardware'].upper()}{where}, batch {model['batch']:,} per GPU"
+
+
+def _streams(document: dict[str, Any], style: Style) -> list[str]:
+    names = list(dict.fromkeys(name for step in document["steps"].values() for name in step["streams"]))
+    rows = [("us", *_LABELS.values())]
+    rows.append(("step", *(f"{step['step_us']:,.0f}" for step in document["steps"].values())))
+    for name in names:
+        cells = []
+        for step in document["steps"].values():
+            busy = step["streams"].get(name, {"busy_us": 0.0, "share": 0.0})
+            cells.append(f"{busy['busy_us']:,.0f} ({busy['share']:.0%})")
+        rows.append((f"{name}, busy", *cells))
+    if len(names) > 1:
+        rows.append(("communication, exposed", *(f"{step['exposed_us']:,.0f}" for step in document["steps"].values())))
+    head, *body = table(rows, "lrr")
+    return [style(head, "dim"), *body]
+
+
+def _kinds(document: dict[str, Any], style: Style) -> list[str]:
+    decided = document["steps"]["decision"]
+    rows = [("as decided", "us", "on the critical path")]
+    for kind, us in decided["kinds_us"].items():
+        rows.append((_WORDS.get(kind, kind), figure(us), f"{decided['critical_us'].get(kind, 0.0) / decided['step_us']:.0%}"))
+    head, *body = table(rows, "lrr")
+    return [style(head, "dim"), *body]
+
+
+def _calls(document: dict[str, Any], style: Style) -> list[str]:
+    rows = [("collectives of a step", "number", "MiB a rank", "ranks", "stream", "us each", "90% interval", "basis")]
+    calls = sorted(document["collectives"], key=lambda call: -call["count"] * call["time_us"])
+    for call in calls[:_MOST_CALLS]:
+        dtype = "" if call["dtype"] == "bf16" else f" {call['dtype']}"
+        size, number = f"{call['bytes_per_rank'] / 2**20:,.1f}", str(call["count"])
+        ends = f"[{figure(call['low_us'])}, {figure(call['high_us'])}]"
+        what = (f"{_WORDS[call['op']]}{dtype}", number, size, f"{call['ranks']:,}", call["stream"])
+        rows.append((*what, figure(call["time_us"]), ends, call["basis"]))
+    head, *body = table(rows, "lrrrlrrl")
+    rest = calls[_MOST_CALLS:]
+    more = [style(f"  and {sum(call['count'] for call in rest)} more", "dim")] if rest else []
+    return [style(head, "dim"), *body, *more]

@@ -1,0 +1,41 @@
+"""`loka-sim step MODEL`: where the time of one training step goes, stream by stream, and which communication is exposed."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from loka_sim.cli.whatif import add_question, ask
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    verb = verbs.add_parser(
+        "step",
+        help="the timeline of one training step: streams, exposed communication, a trace",
+        allow_abbrev=False,
+        description="Schedule one training step as decided, and in bf16: compute beside communication, 1 to 4,096 GPUs.",
+        epilog="Traces open in https://ui.perfetto.dev and chrome://tracing.",
+    )
+    add_question(verb)
+    verb.add_argument("--json", action="store_true", help="print every figure as JSON")
+    verb.add_argument("--trace", type=Path, metavar="FILE", help="write both steps as a Chrome trace (JSON)")
+    verb.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Answer, print, and write the trace if asked to."""
+    from loka_sim.cli.output import Style, print_json
+    from loka_sim.cli.screen_step import step_screen
+    from loka_sim.step_document import step_document, write_trace
+
+    answer = ask(arguments)
+    document = step_document(answer)
+    if arguments.trace is not None:
+        write_trace(answer, arguments.trace, document["command"])
+    if arguments.json:
+        print_json(document)
+    else:
+        print(step_screen(document, Style.of_stdout(), arguments.trace))
+    return 0

@@ -1,0 +1,243 @@
+"""One training step as operations on streams: the model's kernels in their order, and what is exchanged around them.
+
+Compute runs the forward site by site, then the backward in reverse. The forward waits for the embeddings' all-to-all: which
+sites could run before is not in a model specification, so none does. Dense gradients are reduced unit by unit while the
+backward goes on; with FSDP the next unit's parameters are gathered while one computes. The embeddings' gradients leave when
+the backward is through.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from loka_sim.communication import Collective, Communication, Unit
+from loka_sim.dispatch.candidates import Row
+from loka_sim.dispatch.cost import Time, Times
+from perfmodel.kernels import KERNELS
+from perfmodel.timeline import COMPUTE, Op, Timeline, schedule
+
+if TYPE_CHECKING:
+    from loka_sim.whatif import SiteDecision, WhatIf
+
+LOOKUP, FORWARD, LOSS, BACKWARD, TABLE_UPDATE, OPTIMIZER = PHASES = (
+    "look-up", "forward", "loss", "backward", "table update", "optimizer",
+)  # fmt: skip
+"""Parts of a step, in order."""
+
+BF16, DECISION = "bf16", "decision"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One kernel in its place of the step.
+
+    Attributes:
+        phase: One of `PHASES`. Look-ups precede the exchange of embeddings, table updates follow that of their
+            gradients, and the optimizer follows the last reduction.
+        name: What a trace calls it.
+        kind: What sums call it: gemm, quantize, norm, ...
+        time: Microseconds with the 90% interval.
+        site: Name of the site that it belongs to, if any: its unit's parameters must be there, and its gradients are.
+        alike: Pieces that name the same are off by the same share.
+        details: What a trace shows of it.
+    """
+
+    phase: str
+    name: str
+    kind: str
+    time: Time
+    site: str | None = None
+    alike: str | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+def site_pieces(sites: Sequence[SiteDecision], times: Times, step: str = DECISION) -> list[Piece]:
+    """Kernels of all sites, forward in order and backward in reverse; a forward that runs again stands in the backward.
+
+    Args:
+        sites: The what-if's.
+        times: Its kernel times.
+        step: `decision`, or `bf16` for the model as it is.
+    """
+
+    def piece(phase: str, site: SiteDecision, what: str, row: Row) -> Piece:
+        details = {"kernel": row.kernel, "m": row.m, "n": row.n, "k": row.k, "groups": row.groups}
+        kind = KERNELS[row.kernel].kind
+        shown = f"{site.site.name} {what}" if kind in ("gemm", "batched_gemm") else f"{site.site.name} {what}: {row.kernel}"
+        return Piece(phase, shown, kind, times.of[row], site.site.name, str(tuple(row)), details)
+
+    def launched(site: SiteDecision, name: str) -> Iterable[Row]:
+        if step == BF16:
+            return [Row(site.shape.bf16()[name], *site.shape.gemm(name))]
+        gemm, *quantize = site.passes[name].rows
+        return [*quantize, gemm]
+
+    def run(site: SiteDecision, phase: str) -> list[Piece]:
+        beside = [row for row in site.around.rows if row.kernel.endswith("_forward")]
+        made = [piece(phase, site, "output", row) for row in launched(site, "output")]
+        return made + [piece(phase, site, "output", row) for row in beside]
+
+    def back(site: SiteDecision) -> list[Piece]:
+        beside = [row for row in site.around.rows if not row.kernel.endswith("_forward")]
+        made = [piece(BACKWARD, site, "gradient", row) for row in beside]
+        return made + [piece(BACKWARD, site, n, row) for n in site.passes if n != "output" for row in launched(site, n)]
+
+    again: dict[str, list[SiteDecision]] = {}
+    for site in sites:
+        module, _, suffix = site.site.name.partition("#")
+        if suffix == "recompute":
+            again.setdefault(module, []).append(site)
+    first = [site for site in sites if not site.site.name.endswith("#recompute")]
+    found = [made for site in first for made in run(site, FORWARD)]
+    for site in reversed(first):
+        for other in again.pop(site.site.name, ()):
+            found += [*run(other, BACKWARD), *back(other)]
+        found += back(site)
+    return found
+
+
+def plan(pieces: Sequence[Piece], exchanged: Communication | None = None) -> list[Op]:
+    """The step's operations, ready for `perfmodel.timeline.schedule`.
+
+    Args:
+        pieces: Kernels of the compute stream, in their order inside each phase.
+        exchanged: Collectives; None, or one without figures, for a step of one GPU.
+    """
+    if exchanged is None or exchanged.missing:
+        exchanged = None
+    writer = _Writer()
+    by_phase = {phase: [piece for piece in pieces if piece.phase == phase] for phase in PHASES}
+    units = exchanged.units if exchanged else ()
+    unit_of = {site: number for number, unit in enumerate(units) for site in unit.sites}
+    writer.compute(by_phase[LOOKUP])
+    if exchanged and exchanged.exchange:
+        writer.collective("embeddings", exchanged.exchange, wait_compute=True)
+        writer.hold("embeddings")
+    forward = _runs(by_phase[FORWARD], unit_of)
+    _gathered(writer, forward, units, "forward")
+    writer.compute(by_phase[LOSS])
+    backward = _runs(by_phase[BACKWARD], unit_of)
+    last = {number: position for position, (number, _) in enumerate(backward)}
+    _gathered(writer, backward, units, "backward", last)
+    if exchanged and exchanged.exchange:
+        writer.collective("gradients of embeddings", exchanged.exchange, wait_compute=True)
+    for number, unit in enumerate(units):
+        if number not in last:
+            writer.reduce(number, unit)
+    if exchanged and exchanged.exchange:
+        writer.hold("gradients of embeddings")
+    writer.compute(by_phase[TABLE_UPDATE])
+    writer.hold(*writer.reduced)
+    writer.compute(by_phase[OPTIMIZER])
+    return writer.ops
+
+
+Run = tuple[int | None, list[Piece]]
+"""Pieces in a row that need the same unit; None where they need none."""
+
+
+def _runs(pieces: Iterable[Piece], unit_of: Mapping[str, int]) -> list[Run]:
+    found: list[Run] = []
+    for piece in pieces:
+        number = unit_of.get(piece.site) if piece.site is not None else None
+        if not found or found[-1][0] != number:
+            found.append((number, []))
+        found[-1][1].append(piece)
+    return found
+
+
+def _gathered(
+    writer: _Writer, runs: Sequence[Run], units: Sequence[Unit], phase: str, last: Mapping[int | None, int] | None = None
+) -> None:
+    """A forward or backward: each unit gathered while the one before it computes, and reduced behind its last run."""
+    order = list(dict.fromkeys(number for number, _ in runs if number is not None))
+    loose = [number for number, unit in enumerate(units) if not unit.sites and unit.gather]
+    waiting = [*loose, *(number for number in order if units[number].gather)]
+
+    def fetch() -> None:
+        if waiting:
+            number = waiting.pop(0)
+            gather = units[number].gather
+            assert gather is not None
+            # A gather may begin when the run before the one that computes meanwhile has freed its own parameters.
+            writer.collective(f"parameters {number}, {phase}", gather, wait_compute=True)
+
+    for _ in range(len(loose) + 1):
+        fetch()
+    for position, (number, pieces) in enumerate(runs):
+        names = [f"parameters {loose_one}, {phase}" for loose_one in loose] if position == 0 else []
+        if number is not None and units[number].gather:
+            names.append(f"parameters {number}, {phase}")
+            while not writer.has(names[-1]):
+                fetch()
+            fetch()
+        writer.hold(*names)
+        writer.compute(pieces)
+        if last is not None and number is not None and last[number] == position:
+            writer.reduce(number, units[number])
+
+
+class _Writer:
+    """Lists operations: on the compute stream in order, on the others behind what they wait for."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.reduced: list[str] = []
+        self._names: Counter[str] = Counter()
+        self._held: list[str] = []
+        self._last_compute: str | None = None
+
+    def has(self, name: str) -> bool:
+        """Whether an operation of that name is listed."""
+        return name in self._names
+
+    def hold(self, *names: str) -> None:
+        """Let the next piece on the compute stream wait for operations."""
+        self._held += names
+
+    def compute(self, pieces: Iterable[Piece]) -> None:
+        """List kernels."""
+        for piece in pieces:
+            after, self._held = tuple(dict.fromkeys(self._held)), []
+            details = {"phase": piece.phase, **piece.details}
+            self._last_compute = self._add(Op(piece.name, COMPUTE, *piece.time, after, piece.kind, piece.alike, details))
+
+    def collective(self, name: str, what: Collective, *, wait_compute: bool = False, after: Sequence[str] = ()) -> str:
+        """List a collective, behind all that the compute stream has so far where it must be."""
+        waits = [*after, *([self._last_compute] if wait_compute and self._last_compute else [])]
+        details = {
+            "op": what.call.op, "dtype": what.call.dtype, "ranks": what.call.ranks, "bytes_per_rank": what.call.bytes_per_rank,
+            "basis": what.basis,
+        }  # fmt: skip
+        # Links are faster or slower than predicted for all that crosses them.
+        return self._add(Op(name, what.stream, *what.time, tuple(waits), what.call.op, what.stream, details))
+
+    def reduce(self, number: int, unit: Unit) -> None:
+        """List a unit's reductions, one behind the other."""
+        done: list[str] = []
+        for step, what in enumerate(unit.reduce):
+            name = f"gradients {number}" + (" between hosts" if step else "")
+            done = [self.collective(name, what, wait_compute=not step, after=done)]
+        self.reduced += done
+
+    def _add(self, op: Op) -> str:
+        self._names[op.name] += 1
+        count = self._names[op.name]
+        if count > 1:
+            op = Op(**{**vars(op), "name": f"{op.name} ({count})"})
+        self.ops.append(op)
+        return op.name
+
+
+def timeline(answer: WhatIf, step: str = DECISION, extras: Sequence[Piece] = ()) -> Timeline:
+    """The schedule of a what-if's step.
+
+    Args:
+        answer: The what-if.
+        step: `decision`, or `bf16` for the model as it is.
+        extras: Kernels that no site launches.
+    """
+    return schedule(plan([*site_pieces(answer.sites, answer.times, step), *extras], answer.communication))

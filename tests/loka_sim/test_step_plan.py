@@ -1,0 +1,240 @@
+"""One training step as a timeline: order, overlap and sums, by hand and on a made-up model."""
+
+import dataclasses
+import gzip
+import json
+
+import pytest
+
+import loka_sim
+from loka_sim.cli import main
+from loka_sim.communication import NETWORK, NVLINK, Call, Collective, Communication, Parallel, Unit
+from loka_sim.dispatch.cost import Time
+from loka_sim.errors import UserError
+from loka_sim.modelspec import Dim, ModelSpec, Site, linear_passes
+from loka_sim.schemas import problem
+from loka_sim.step_document import step_document, write_trace
+from loka_sim.step_plan import BACKWARD, BF16, DECISION, FORWARD, LOOKUP, LOSS, OPTIMIZER, TABLE_UPDATE, Piece, plan, timeline
+from perfmodel.timeline import COMPUTE, schedule
+
+
+def exact(us):
+    return Time(us, us, us)
+
+
+def piece(phase, name, us, site=None):
+    return Piece(phase, name, "gemm", exact(us), site)
+
+
+def collective(op, us, stream=NETWORK):
+    return Collective(Call(op, 16, 1024, 8), stream, exact(us), "modelled")
+
+
+def exchanged(units, exchange=None):
+    return Communication(Parallel(16), 1, 1, exchange, tuple(units))
+
+
+STEP = [
+    piece(FORWARD, "a out", 10, "a"), piece(FORWARD, "b out", 20, "b"), piece(BACKWARD, "b grad", 40, "b"),
+    piece(BACKWARD, "a grad", 20, "a"), piece(LOSS, "loss", 1), piece(OPTIMIZER, "adam", 5), piece(LOOKUP, "rows", 3),
+    piece(TABLE_UPDATE, "rows' update", 4),
+]  # fmt: skip
+
+
+def times(made):
+    return {op.name: (start, end) for op, start, end in zip(made.ops, made.starts, made.ends, strict=True)}
+
+
+def test_one_gpu_runs_its_phases_in_order():
+    made = schedule(plan(STEP))
+    assert [op.name for op in made.ops] == ["rows", "a out", "b out", "loss", "b grad", "a grad", "rows' update", "adam"]
+    assert made.total_us == 103 and made.exposed_us == 0
+
+
+def test_replicated_by_hand():
+    """rows 0-3, exchange 3-10, a 10-20, b 20-40, loss 40-41, b' 41-81, a' 81-101; b reduced 81-111, then a 111-121
+    and the gradients of embeddings exchanged 121-128; their update 128-132, the optimizer 132-137.
+    """
+    units = [Unit(("a",), 1, None, (collective("all_reduce", 10),)), Unit(("b",), 1, None, (collective("all_reduce", 30),))]
+    found = times(schedule(plan(STEP, exchanged(units, collective("all_to_all", 7)))))
+    assert found["embeddings"] == (3, 10) and found["a out"] == (10, 20)
+    assert found["gradients 1"] == (81, 111) and found["a grad"] == (81, 101)
+    assert found["gradients 0"] == (111, 121) and found["gradients of embeddings"] == (121, 128)
+    assert found["rows' update"] == (128, 132) and found["adam"] == (132, 137)
+
+
+def test_sharded_by_hand():
+    """Gathers of 5 run one unit ahead; each backward gathers again; reductions of 8 share the fabric with gathers."""
+    units = [
+        Unit((name,), 1, collective("all_gather", 5, NVLINK), (collective("reduce_scatter", 8, NVLINK),)) for name in ("a", "b")
+    ]
+    found = times(schedule(plan(STEP[:4], exchanged(units))))
+    assert found["parameters 0, forward"] == (0, 5) and found["a out"] == (5, 15)
+    assert found["parameters 1, forward"] == (5, 10) and found["b out"] == (15, 35)
+    # b is gathered again before its backward, and a meanwhile.
+    assert found["parameters 1, backward"] == (35, 40) and found["b grad"] == (40, 80)
+    assert found["parameters 0, backward"] == (40, 45) and found["a grad"] == (80, 100)
+    assert found["gradients 1"] == (80, 88) and found["gradients 0"] == (100, 108)
+
+
+def test_hierarchical_reductions_follow_each_other_on_their_fabrics():
+    reduce = (collective("reduce_scatter", 8, NVLINK), collective("all_reduce", 6, NETWORK))
+    units = [Unit(("b",), 1, collective("all_gather", 5, NVLINK), reduce)]
+    found = times(schedule(plan(STEP[:4], exchanged(units))))
+    end = found["b grad"][1]
+    assert found["gradients 0"] == (end, end + 8) and found["gradients 0 between hosts"] == (end + 8, end + 14)
+
+
+def test_parameters_at_no_gemm_are_gathered_first_and_reduced_last():
+    gather, reduce = collective("all_gather", 5, NVLINK), (collective("reduce_scatter", 8, NVLINK),)
+    units = [Unit((), 1, gather, reduce), Unit(("a",), 1, gather, reduce)]
+    found = times(schedule(plan(STEP[:4], exchanged(units))))
+    assert found["parameters 0, forward"] == (0, 5) and found["a out"][0] == 10
+    assert found["gradients 0"][0] == max(found["a grad"][1], found["gradients 1"][1])
+
+
+def test_a_communication_without_figures_is_left_out():
+    assert plan(STEP, Communication(Parallel(16), 1, 1, missing="why")) == plan(STEP)
+
+
+@pytest.fixture
+def answer(made_up, made_up_model):
+    return loka_sim.whatif(made_up_model, gpus=64)
+
+
+def test_one_gpus_timeline_is_the_step_time(made_up, made_up_model):
+    answer = loka_sim.whatif(made_up_model)
+    for name, step in ((BF16, answer.steps[0]), (DECISION, answer.steps[-1])):
+        made = answer.timelines[name]
+        assert made.total_us == pytest.approx(step.total.us)
+        assert made.streams == (COMPUTE,) and made.exposed_us == 0
+        low, high = made.interval()
+        assert (low, high) == pytest.approx((step.total.low_us, step.total.high_us), rel=0.02)
+    assert answer.to_dict()["communication"] is None
+
+
+def test_every_launch_of_the_decision_is_in_the_timeline_once(answer):
+    launched = sorted(
+        row for site in answer.sites for rows in (*(p.rows for p in site.passes.values()), site.around.rows) for row in rows
+    )
+    shown = sorted(
+        tuple(op.details[key] for key in ("kernel", "m", "n", "k", "groups"))
+        for op in answer.timelines[DECISION].ops
+        if op.stream == COMPUTE
+    )
+    assert shown == [tuple(row) for row in launched]
+
+
+def test_backward_runs_in_reverse_and_quantizers_before_their_gemm(answer):
+    made = answer.timelines[DECISION]
+    order = [op.details for op in made.ops if op.stream == COMPUTE]
+    assert [d["phase"] for d in order] == sorted((d["phase"] for d in order), key=[FORWARD, BACKWARD].index)
+    names = [op.name.split()[0] for op in made.ops if op.stream == COMPUTE]
+    forward = list(dict.fromkeys(n for n, d in zip(names, order, strict=True) if d["phase"] == FORWARD))
+    backward = list(dict.fromkeys(n for n, d in zip(names, order, strict=True) if d["phase"] == BACKWARD))
+    assert forward == [site.site.name for site in answer.sites] == backward[::-1]
+    kinds = [op.kind for op in made.ops if op.name.startswith("top.0 output")]
+    assert kinds.index("gemm") == sum(kind in ("quantize", "layout") for kind in kinds)
+
+
+def test_a_checkpointed_forward_runs_again_in_the_backward(made_up):
+    passes = linear_passes(Dim(0, 1), Dim(64), Dim(64))
+    again = Site("a#recompute", "linear", {"output": passes["output"]}, weight="a.weight")
+    spec = ModelSpec("m", 64, (Site("a", "linear", passes, weight="a.weight"), again, Site("b", "linear", passes, weight="b.w")))
+    names = [(op.details["phase"], op.name) for op in loka_sim.whatif(spec).timelines[BF16].ops]
+    position = names.index((BACKWARD, "a#recompute output"))
+    assert names[position - 1][1] == "b grad_weight" and names[position + 1][1] == "a grad_input"
+    assert (FORWARD, "a#recompute output") not in names
+
+
+def test_extras_stand_in_their_phases(answer):
+    extras = [piece(LOSS, "loss", 10.0), piece(OPTIMIZER, "adam", 20.0)]
+    made = timeline(answer, DECISION, extras)
+    order = [op.name for op in made.ops]
+    backward = next(op.name for op in made.ops if op.details.get("phase") == BACKWARD)
+    assert order.index("loss") < order.index(backward) and order[-1] == "adam"
+    assert made.total_us >= answer.timelines[DECISION].total_us + 20
+
+
+def test_the_document_fits_its_schema_and_adds_up(answer):
+    document = step_document(answer)
+    assert problem(document, "step") is None
+    assert json.loads(json.dumps(document)) == document
+    calls = sum(call["count"] * call["time_us"] for call in document["collectives"])
+    for step in document["steps"].values():
+        assert step["streams"][NETWORK]["busy_us"] == pytest.approx(calls, rel=1e-4)
+        assert sum(step["critical_us"].values()) == pytest.approx(step["step_us"], rel=1e-4)
+        assert step["exposed_us"] == pytest.approx(step["step_us"] - step["streams"][COMPUTE]["busy_us"], rel=1e-3)
+        assert step["step_low_us"] <= step["step_us"] <= step["step_high_us"]
+    shown = answer.to_dict()["communication"]
+    assert shown["step_us"] == document["steps"]["decision"]["step_us"]
+    assert shown["speedup"] == document["speedup"]
+    assert problem(answer.to_dict(), "whatif") is None
+
+
+def test_slower_links_and_more_gpus_take_longer(made_up, made_up_model):
+    from perfmodel.topology import preset
+
+    slow = dataclasses.replace(preset("hgx_h200"), name="slow", nic_gbps=25.0)
+    steps = [
+        loka_sim.whatif(made_up_model, gpus=gpus, cluster=cluster).timelines[DECISION].total_us
+        for gpus, cluster in ((1, None), (4, None), (16, None), (16, slow))
+    ]
+    assert steps == sorted(steps) and len(set(steps)) == 4
+
+
+@pytest.mark.parametrize("dense", ["ddp", "fsdp", "hsdp"])
+@pytest.mark.parametrize("gpus", [2, 8, 16, 4096])
+def test_any_job_can_be_asked_about(made_up, made_up_model, dense, gpus):
+    answer = loka_sim.whatif(made_up_model, gpus=gpus, dense=dense, exchange="fp8_rowwise")
+    assert answer.communication.missing is None
+    made = answer.timelines[DECISION]
+    communication = sum(call.time.us for call in answer.communication.calls)
+    assert sum(made.busy_us(stream) for stream in made.streams if stream != COMPUTE) == pytest.approx(communication)
+    assert made.total_us <= made.busy_us(COMPUTE) + communication + 1e-6
+    assert problem(answer.to_dict(), "whatif") is None and problem(step_document(answer), "step") is None
+
+
+def run(capsys, *words):
+    code = main(list(words))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_verb(capsys, made_up, made_up_model, tmp_path):
+    from loka_sim.modelspec import save
+
+    save(made_up_model, tmp_path / "m.json")
+    words = ["step", str(tmp_path / "m.json"), "--gpus", "16", "--dense", "hsdp"]
+    code, out, err = run(capsys, *words, "--trace", str(tmp_path / "t.json"))
+    assert code == 0 and err == ""
+    assert max(map(len, out.splitlines())) <= 100
+    for text in ("16 x H200 in 2 hosts of hgx_h200", "communication, exposed", "nvlink, busy", "network, busy", "t.json"):
+        assert text in out
+    code, out, _ = run(capsys, *words, "--json")
+    document = json.loads(out)
+    assert code == 0 and problem(document, "step") is None
+    assert document["command"].split()[:3] == ["loka-sim", "step", str(tmp_path / "m.json")]
+    trace = json.loads((tmp_path / "t.json").read_text())
+    shown = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(shown) == sum(step["operations"] for step in document["steps"].values())
+    assert trace["otherData"]["gpus"] == 16
+    code, out, _ = run(capsys, "step", str(tmp_path / "m.json"))
+    assert code == 0 and "communication" not in out.split("Dense step")[0]
+
+
+def test_whatif_writes_the_same_trace(capsys, made_up, made_up_model, tmp_path):
+    from loka_sim.modelspec import save
+
+    save(made_up_model, tmp_path / "m.json")
+    run(capsys, "whatif", str(tmp_path / "m.json"), "--gpus", "8", "--trace", str(tmp_path / "w.json"))
+    run(capsys, "step", str(tmp_path / "m.json"), "--gpus", "8", "--trace", str(tmp_path / "s.json.gz"))
+    first = json.loads((tmp_path / "w.json").read_text())
+    second = json.loads(gzip.decompress((tmp_path / "s.json.gz").read_bytes()))
+    assert first["traceEvents"] == second["traceEvents"]
+
+
+def test_a_trace_that_cannot_be_written(answer, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write"):
+        write_trace(answer, tmp_path / "file" / "t.json", "")
