@@ -130,11 +130,13 @@ def _read(path: Path) -> dict[str, Any]:
     return read_document(path / WHATIF if path.is_dir() else path, "whatif")
 
 
+_UNSAID: Mapping[str, Any] = {"libraries": list(DEFAULT_LIBRARIES), "dense": "ddp", "exchange": "bf16"}
+"""What documents of older versions leave out of their settings, because it could not be otherwise."""
+
+
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     rows: dict[str, tuple[Any, ...]] = {
-        key: tuple(_libraries(side) if key == "libraries" else side["settings"].get(key) for side in (a, b))
-        for key in b["settings"]
-        if key != "statistics"
+        key: tuple(side["settings"].get(key, _UNSAID.get(key)) for side in (a, b)) for key in b["settings"] if key != "statistics"
     }
     rows["model fingerprint"] = a["model"]["fingerprint"], b["model"]["fingerprint"]
     rows["statistics"] = a["statistics"]["name"], b["statistics"]["name"]
@@ -144,7 +146,7 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[
 
 
 def _libraries(document: Mapping[str, Any]) -> list[str]:
-    found: list[str] = document["settings"].get("libraries", list(DEFAULT_LIBRARIES))
+    found: list[str] = document["settings"].get("libraries", _UNSAID["libraries"])
     return found
 
 

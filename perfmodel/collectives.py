@@ -139,7 +139,9 @@ class CollectiveModel:
             if cluster is None:
                 island = ranks
                 if per_host or ranks > HOST_GPUS:
-                    raise ValueError(f"ranks {ranks}: no cluster is known for {self.hardware}; give one to go beyond one host")
+                    raise ValueError(
+                        f"ranks {ranks}: no cluster is known for {self.hardware}; give {', '.join(PRESETS)} or another's links"
+                    )
             else:
                 island = cluster.island(ranks, per_host or None)
             if island == ranks:

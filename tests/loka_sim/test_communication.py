@@ -123,7 +123,7 @@ def test_what_was_never_measured_has_no_figure_and_says_so(made_up_times, made_u
     times = made_up_times()
     monkeypatch.setattr(made_up_times, "collectives", model)
     found = communication(made_up_model, Parallel(16), times)
-    assert found.missing == "ranks 16: no cluster is known for my-gpu; give one to go beyond one host"
+    assert found.missing == "ranks 16: no cluster is known for my-gpu; give hgx_h100, hgx_h200 or another's links"
     assert found.exchange_us is found.dense_us is found.basis is None
     assert in_words(found).startswith("No figure for communication between 16 GPUs: ranks 16: no cluster")
 
