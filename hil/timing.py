@@ -97,7 +97,7 @@ def time_interleaved(graphs: Sequence[tuple[torch.cuda.CUDAGraph, int]], budget_
     ]
 
 
-def eager_call_us(launch: Callable[[int], object], kernel_us: float, budget_ms: float = 4.0, turns: int = 5) -> float:
+def eager_call_us(launch: Callable[[int], object], kernel_us: float, budget_ms: float = 1.0, turns: int = 3) -> float:
     """Median wall time of a call among back-to-back eager calls, in microseconds.
 
     The GPU's work is waited for after the last call only, so this is the larger of the kernel's time and of what a call
