@@ -49,15 +49,23 @@ def render_json(value: Any, indent: str = "") -> str:
     return json.dumps(value, allow_nan=False)
 
 
-def table(rows: Sequence[Sequence[str]], align: str, indent: int = 2) -> list[str]:
+_LEAST_NAME = 12
+
+
+def table(rows: Sequence[Sequence[str]], align: str, indent: int = 2, gives: int | None = None) -> list[str]:
     """Columns of text as lines: two spaces between columns, one where they would be wider than `WIDTH` otherwise.
 
     Args:
         rows: Cells; the first row is usually the head.
         align: `l` or `r` per column.
         indent: Spaces before each line.
+        gives: A column of module names that is shortened where the line would be wider than `WIDTH` even so.
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(align))]
+    over = indent + sum(widths) + len(widths) - 1 - WIDTH
+    if gives is not None and over > 0:
+        widths[gives] = max(widths[gives] - over, _LEAST_NAME)
+        rows = [[shorten(cell, widths[gives]) if i == gives else cell for i, cell in enumerate(row)] for row in rows]
     gap = 2 if indent + sum(widths) + 2 * (len(widths) - 1) <= WIDTH else 1
     lines = []
     for row in rows:

@@ -18,9 +18,10 @@ _BAR = 28
 
 
 def kernel_word(kernel: str) -> str:
-    """A kernel's name as narrow columns hold it: `tensor fast`, `row split`, `block128`, `bf16`."""
-    word = kernel.partition("/")[2].removeprefix("fp8_").replace("_batched", "")
-    return word.replace("tensorwise", "tensor").replace("rowwise", "row").replace("_", " ")
+    """A kernel's name as narrow columns hold it: `tensor fast`, `block128`, `bf16`; of others than torch `loka row fast`."""
+    library, _, word = kernel.partition("/")
+    word = word.removeprefix("fp8_").replace("_batched", "").replace("tensorwise", "tensor").replace("rowwise", "row")
+    return ("" if library == "torch" else f"{library} ") + word.replace("_", " ")
 
 
 def first_screen(document: dict[str, Any], style: Style, out: Path | None = None) -> str:
@@ -114,7 +115,7 @@ def _sites(document: dict[str, Any], style: Style) -> list[str]:
         rows.append(
             (shorten(common_name([site["name"] for site in group]), 31), str(len(group)), *kernels, *figures, f"{worst:.3f}")
         )
-    head, *body = table(rows, "lrlllrrrr")
+    head, *body = table(rows, "lrlllrrrr", gives=0)
     rest = ranked[_TOP:]
     number, gain = sum(map(len, rest)), sum(_sum(group, "gain_us") for group in rest)
     more = [style(f"  and {number} more, {figure(gain)} us together", "dim")] if rest else []
@@ -142,7 +143,7 @@ def _closest(document: dict[str, Any], style: Style) -> list[str]:
         rows.append((shorten(site_name, 26), name, kernel_word(best["kernel"]), *figures))
     if len(rows) == 1:
         return []
-    head, *body = table(rows, "lllrrrr")
+    head, *body = table(rows, "lllrrrr", gives=0)
     return [style(head, "dim"), *body]
 
 

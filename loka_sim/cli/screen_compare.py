@@ -81,7 +81,7 @@ def _changes(document: dict[str, Any], style: Style) -> list[str]:
         for names, a, b in _moves(group[0]["passes"]):
             rows.append((*first, names, kernel_word(a), kernel_word(b), *worth))
             first, worth = ("", ""), ("", "")
-    head, *body = table(rows, "lrlllrr")
+    head, *body = table(rows, "lrlllrr", gives=0)
     rest = sum(len(group) for group in ranked[_TOP:])
     more = [style(f"  and {rest} more sites (--json lists them)", "dim")] if rest else []
     unknown = sum(change["worth_us"] is None for change in changes)

@@ -211,10 +211,7 @@ def _cut(text: str, width: int) -> str:
 
 def _kernel(name: str) -> str:
     """A kernel's name as narrow columns hold it, led by its library where that is not torch: `fbgemm row`."""
-    library, _, rest = name.partition("/")
-    if not rest:
-        return name
-    return kernel_word(name) if library == "torch" else f"{library} {kernel_word(name)}"
+    return kernel_word(name) if "/" in name else name
 
 
 def _us(value: float | None, digits: int = 1) -> str:

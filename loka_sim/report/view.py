@@ -161,6 +161,7 @@ def _pass(name: str, decided: Record, rival: Record | None, scale: Scale) -> Rec
         "predicted_interval": f"{words.micro(decided['predicted_low_us'])} to {words.micro(decided['predicted_high_us'])}",
         "gemm_us": words.micro(decided["gemm_us"]),
         "quantize_us": words.micro(decided["quantize_us"]) if decided["quantize_us"] else "",
+        "quantized": ", ".join(f"{tensor} by {maker}" for tensor, maker in decided.get("quantizers", {}).items()),
         "bf16_interval": f"{words.micro(decided['bf16_low_us'])} to {words.micro(decided['bf16_high_us'])}",
         "rival": f"{words.kernel(rival['kernel'])} {words.micro(rival['total_us'])} µs" if rival else "",
         "before": interval(decided["bf16_us"], decided["bf16_low_us"], decided["bf16_high_us"]),

@@ -45,9 +45,10 @@ def count(value: float, unit: str = "") -> str:
 
 
 def kernel(name: str) -> str:
-    """A kernel's short name: library and format are said once, in the legend."""
-    short = name.rpartition("/")[2].removeprefix("fp8_").replace("_", " ")
-    return {"bf16 batched": "bf16"}.get(short, short)
+    """A kernel's short name: the format is said once, in the legend, and a library only where it is not torch."""
+    library, _, short = name.rpartition("/")
+    short = short.removeprefix("fp8_").replace("_batched", "").replace("_", " ")
+    return short if library in ("torch", "") else f"{library} {short}"
 
 
 def hardware(name: str) -> str:
