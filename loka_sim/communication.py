@@ -258,12 +258,15 @@ def _units(spec: ModelSpec, replicated: bool) -> list[tuple[tuple[str, ...], int
             names, filled = [], 0
     if names:
         parts.append((tuple(names), filled))
-    rest = total - sum(size for _, size in parts)
-    others = [((), BUCKET_BYTES)] * (rest // BUCKET_BYTES) + ([((), rest % BUCKET_BYTES)] if rest % BUCKET_BYTES > 0 else [])
     if replicated:
         parts = [(tuple(reversed(sites)), size) for sites, size in reversed(parts)]
-    # What stands at no GEMM (biases, norms) is needed from the start, and its gradients are there at the end.
-    return [*(others if rest > 0 else []), *parts]
+    # What stands at no GEMM (biases, norms): where it stands is not known, so it is there first and its gradients last.
+    others, rest = divmod(max(total - sum(size for _, size in parts), 0), BUCKET_BYTES)
+    if parts:
+        parts[0] = (parts[0][0], parts[0][1] + rest)
+    elif rest:
+        parts = [((), rest)]
+    return [((), BUCKET_BYTES)] * others + parts
 
 
 def _weight_bytes(site: Site) -> int:

@@ -23,7 +23,7 @@ def step_screen(document: dict[str, Any], style: Style, trace: Path | None = Non
     lines = [style(line, "dim") for line in wrap(_subject(document), "", "  ")]
     decided = document["steps"]["decision"]
     ends = f"[{decided['step_low_us']:,.0f}, {decided['step_high_us']:,.0f}]"
-    lines += ["", style(f"step {decided['step_us']:,.0f} us {ends}, {document['speedup']:.2f}x of bf16's", "bold"), ""]
+    lines += ["", style(f"step {decided['step_us']:,.0f} us {ends}, {document['speedup']:.2f}x faster than in bf16", "bold"), ""]
     lines += [*_streams(document, style), "", *_kinds(document, style)]
     if document["collectives"]:
         lines += ["", *_calls(document, style)]

@@ -52,9 +52,9 @@ def test_replicated_gradients_fill_buckets_from_the_end(made_up_times):
     sizes = {"a": 10, "b": 20, "c": 6, "d": 26}
     spec = spec_of(*(linear(name, size * 512, 1024) for name, size in sizes.items()), dense=65 * mib // 2)
     found = communication(spec, Parallel(4, HGX), made_up_times())
-    assert units(found) == [((), 3 * mib), (("a",), 10 * mib), (("b", "c"), 26 * mib), (("d",), 26 * mib)]
+    assert units(found) == [(("a",), 13 * mib), (("b", "c"), 26 * mib), (("d",), 26 * mib)]
     assert found.dense_bytes == 65 * mib
-    expected = ask("all_reduce", 4, 3 * mib) + ask("all_reduce", 4, 10 * mib) + 2 * ask("all_reduce", 4, 26 * mib)
+    expected = ask("all_reduce", 4, 13 * mib) + 2 * ask("all_reduce", 4, 26 * mib)
     assert found.dense_us == pytest.approx(expected)
     assert all(call.stream == NVLINK and call.basis == "interpolated" for call in found.calls)
 
@@ -62,7 +62,11 @@ def test_replicated_gradients_fill_buckets_from_the_end(made_up_times):
 def test_what_stands_at_no_gemm_is_cut_into_buckets(made_up_times):
     spec = spec_of(linear("a", 16, 16), dense=16 * 16 + 30 * 2**20)
     found = communication(spec, Parallel(4, HGX), made_up_times())
-    assert units(found) == [((), BUCKET_BYTES), ((), BUCKET_BYTES), ((), 10 * 2**20), (("a",), 512)]
+    assert units(found) == [((), BUCKET_BYTES), ((), BUCKET_BYTES), (("a",), 10 * 2**20 + 512)]
+    nowhere = communication(
+        spec_of(Site("p", "bmm", {"output": Gemm(Dim(1), Dim(1), Dim(1))}), dense=7), Parallel(4), made_up_times()
+    )
+    assert units(nowhere) == [((), 14)]
 
 
 def test_a_shared_weight_travels_once_and_what_depends_on_the_batch_is_none(made_up_times):
