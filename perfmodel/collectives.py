@@ -20,6 +20,8 @@ FILE_NAME = "collectives.parquet"
 LARGE_BYTES = 2**20
 """From this size on bandwidth counts more than latency: errors are judged on either side by themselves."""
 COVERAGE = 0.9
+OCTAVES = 3
+"""How far beyond the largest size errors are judged: by predicting it without so many octaves below it."""
 SCALE_BYTES = 4
 """Bytes of one row's scale in a compressed message."""
 INTERPOLATED, EXTRAPOLATED, MODELLED = "interpolated", "extrapolated", "modelled"
@@ -52,6 +54,30 @@ class Estimate(NamedTuple):
         return Estimate(
             self.time + other.time, self.low + other.low, self.high + other.high, self.extrapolated | other.extrapolated
         )
+
+
+class Spread(NamedTuple):
+    """Half the widths of 90% intervals in logarithms, from what was predicted without having been seen.
+
+    Attributes:
+        small: At sizes below `LARGE_BYTES`.
+        large: At sizes from there on.
+        below: At sizes below the smallest measured.
+        beyond: At the largest size measured, and one, two, ... octaves beyond it.
+    """
+
+    small: float
+    large: float
+    below: float
+    beyond: tuple[float, ...]
+
+    def at(self, sizes: Array, first: float, last: float) -> Array:
+        """At each size, where `first` to `last` was measured."""
+        octaves = np.log2(np.maximum(sizes / last, 1.0))
+        far = len(self.beyond) - 1
+        outside = np.interp(octaves, np.arange(far + 1), self.beyond) + np.maximum(octaves - far, 0.0) * self.beyond[-1] / far
+        inside = np.where(sizes < LARGE_BYTES, self.small, self.large)
+        return np.where(sizes > last, outside, np.where(sizes < first, self.below, inside))
 
 
 @dataclass(frozen=True)
@@ -222,39 +248,42 @@ class CollectiveModel:
         curves = [self.curves[setting._replace(dim=dim)] for dim in (below, above)]
         share = 0.0 if below == above else float(np.log(setting.dim / below) / np.log(above / below))
         time = curves[0](sizes) ** (1 - share) * curves[1](sizes) ** share
-        beyond = (sizes > curves[0].sizes[-1]) | (sizes < curves[0].sizes[0])
-        small, large, outside = self._errors[setting.op, setting.dtype]
-        factor = np.exp(np.where(beyond, outside, np.where(sizes < LARGE_BYTES, small, large)))
-        return Estimate(time, time / factor, time * factor, beyond)
+        first, last = curves[0].sizes[[0, -1]]
+        factor = np.exp(self._errors[setting.op, setting.dtype].at(sizes, first, last))
+        return Estimate(time, time / factor, time * factor, (sizes > last) | (sizes < first))
 
     @cached_property
     def held_out(self) -> pd.DataFrame:
         """Every measured size predicted from the other sizes of its setting.
 
         Returns:
-            The columns of `Setting`, bytes_per_rank, measured_us, predicted_us, and `edge`: the smallest or largest size.
+            The columns of `Setting`, bytes_per_rank, measured_us, predicted_us, and whether it is the `smallest` size.
         """
         records = []
         for key, curve in self.curves.items():
-            last = len(curve.sizes) - 1
             for i, (size, time) in enumerate(zip(curve.sizes, curve.times, strict=True)):
-                records.append((*key, size, time, curve.without(i)(size)[0], i in (0, last)))
-        return pd.DataFrame(records, columns=[*Setting._fields, "bytes_per_rank", "measured_us", "predicted_us", "edge"])
+                records.append((*key, size, time, curve.without(i)(size)[0], i == 0))
+        return pd.DataFrame(records, columns=[*Setting._fields, "bytes_per_rank", "measured_us", "predicted_us", "smallest"])
 
     @cached_property
-    def _errors(self) -> dict[tuple[str, str], tuple[float, float, float]]:
-        """Half the width of an interval in logarithms, per op and dtype: below `LARGE_BYTES`, above it, beyond all sizes."""
+    def _errors(self) -> dict[tuple[str, str], Spread]:
+        """Half the widths of intervals, per op and dtype."""
         rows = self.held_out
-        error = np.abs(np.log(rows["predicted_us"] / rows["measured_us"]))
-        large = rows["bytes_per_rank"] >= LARGE_BYTES
+        error = np.abs(np.log(rows["predicted_us"] / rows["measured_us"])).to_numpy()
+        large = (rows["bytes_per_rank"] >= LARGE_BYTES).to_numpy()
         result = {}
         for op, dtype in {(key.op, key.dtype) for key in self.curves}:
-            own = (rows["op"] == op) & (rows["dtype"] == dtype)
-            parts = [error[own & ~large], error[own & large], error[own & rows["edge"]]]
+            own = ((rows["op"] == op) & (rows["dtype"] == dtype)).to_numpy()
+            parts = [error[own & ~large], error[own & large], error[own & rows["smallest"].to_numpy()]]
             # A part without rows takes the widest of the others.
             widest = max(half_width(part) for part in parts if len(part))
-            small_, large_, outside = (half_width(part) if len(part) else widest for part in parts)
-            result[op, dtype] = (small_, large_, outside)
+            small_half, large_half, below = (half_width(part) if len(part) else widest for part in parts)
+            beyond = [large_half]
+            for octaves in range(1, OCTAVES + 1):
+                found = [c.beyond(octaves) for key, c in self.curves.items() if (key.op, key.dtype) == (op, dtype)]
+                errors = [abs(np.log(ratio)) for ratio in found if ratio is not None]
+                beyond.append(max([beyond[-1], *([half_width(errors)] if errors else [])]))
+            result[op, dtype] = Spread(small_half, large_half, below, tuple(beyond))
         return result
 
     @cached_property

@@ -38,6 +38,13 @@ class Curve:
         keep = np.arange(len(self.sizes)) != index
         return Curve(self.sizes[keep], self.times[keep])
 
+    def beyond(self, octaves: float) -> float | None:
+        """The largest size predicted from those at least so many octaves below it, over its time; None if they are too few."""
+        keep = self.sizes <= self.sizes[-1] / 2**octaves
+        if keep.sum() < 3:
+            return None
+        return float(Curve(self.sizes[keep], self.times[keep])(self.sizes[-1])[0] / self.times[-1])
+
 
 def _hermite(x: Array, y: Array, at: Array) -> Array:
     width, rise = np.diff(x), np.diff(y) / np.diff(x)

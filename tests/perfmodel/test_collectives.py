@@ -46,6 +46,24 @@ def test_held_out_sizes_are_within_what_is_stated():
     assert 0.8 <= covered.mean() <= 0.98
 
 
+def test_intervals_widen_beyond_the_largest_size_with_distance(measured):
+    frame = pd.DataFrame([{"op": "all_to_all", "ranks": 4, "bytes_per_rank": 2.0**exponent} for exponent in range(29, 37)])
+    found = measured.predict(frame)
+    widths = np.log(found["high_us"] / found["low_us"]).tolist()
+    assert widths == sorted(widths) and widths[-1] > 2 * widths[0]
+
+
+def test_the_largest_size_lies_in_the_interval_of_a_table_that_ends_below_it(measured):
+    rows = measured.table
+    rows = rows[rows["op"].isin(["all_to_all", "all_reduce", "reduce_scatter", "all_gather"])]
+    top = rows.groupby(["op", "dtype"])["bytes_per_rank"].transform("max")
+    asked = rows[rows["bytes_per_rank"] == top]
+    found = CollectiveModel("h200", rows[rows["bytes_per_rank"] <= top / 4]).predict(asked)
+    truth = asked["p50_us"]
+    assert ((found["low_us"] <= truth) & (truth <= found["high_us"])).mean() >= 0.85
+    assert (found["time_us"] / truth - 1).abs().mean() < 0.06
+
+
 def test_half_width_is_the_conformal_quantile():
     assert half_width(np.arange(1, 20)) == 18  # ceil(20 * 0.9) = 18th of 19
     assert half_width([1.0, 2.0]) == 2.0  # too few for 90%: the widest
