@@ -143,7 +143,8 @@ class CollectiveModel:
         missing = {"op", "ranks", "bytes_per_rank"} - set(frame.columns)
         if missing:
             raise ValueError(f"the frame lacks the columns {sorted(missing)}; predict_collective needs op, ranks, bytes_per_rank")
-        cluster = PRESETS.get(f"hgx_{self.hardware}") if cluster is None else cluster
+        # A user's own GPU may be called h100-80gb-hbm3.
+        cluster = PRESETS.get(f"hgx_{self.hardware.partition('-')[0]}") if cluster is None else cluster
         asked = frame.reset_index(drop=True)
         sizes = pd.to_numeric(asked["bytes_per_rank"], errors="coerce").to_numpy(float)
         if len(sizes) and not (np.isfinite(sizes).all() and sizes.min() > 0):
@@ -269,7 +270,7 @@ class CollectiveModel:
     def _errors(self) -> dict[tuple[str, str], Spread]:
         """Half the widths of intervals, per op and dtype."""
         rows = self.held_out
-        error = np.abs(np.log(rows["predicted_us"] / rows["measured_us"])).to_numpy()
+        error = np.abs(np.log(rows["predicted_us"].to_numpy() / rows["measured_us"].to_numpy()))
         large = (rows["bytes_per_rank"] >= LARGE_BYTES).to_numpy()
         result = {}
         for op, dtype in {(key.op, key.dtype) for key in self.curves}:
