@@ -40,7 +40,8 @@ class Piece:
         name: What a trace calls it.
         kind: What sums call it: gemm, quantize, norm, ...
         time: Microseconds with the 90% interval.
-        site: Name of the site that it belongs to, if any: its unit's parameters must be there, and its gradients are.
+        site: Name of the site that it belongs to: its unit's parameters must be there, and its gradients come of it. Pieces
+            without one are spread evenly over their phase.
         alike: Pieces that name the same are off by the same share.
         details: What a trace shows of it.
     """
@@ -109,7 +110,7 @@ def plan(pieces: Sequence[Piece], exchanged: Communication | None = None) -> lis
     if exchanged is None or exchanged.missing:
         exchanged = None
     writer = _Writer()
-    by_phase = {phase: [piece for piece in pieces if piece.phase == phase] for phase in PHASES}
+    by_phase = {phase: _spread([piece for piece in pieces if piece.phase == phase]) for phase in PHASES}
     units = exchanged.units if exchanged else ()
     unit_of = {site: number for number, unit in enumerate(units) for site in unit.sites}
     writer.compute(by_phase[LOOKUP])
@@ -133,6 +134,14 @@ def plan(pieces: Sequence[Piece], exchanged: Communication | None = None) -> lis
     writer.hold(*writer.reduced)
     writer.compute(by_phase[OPTIMIZER])
     return writer.ops
+
+
+def _spread(pieces: Sequence[Piece]) -> list[Piece]:
+    """A phase's pieces with those of no site, whose places are not known, evenly among the others; all keep their order."""
+    placed = [piece for piece in pieces if piece.site is not None]
+    loose = [piece for piece in pieces if piece.site is None]
+    keyed = [((i + 0.5) / len(some), piece) for some in (placed, loose) for i, piece in enumerate(some)]
+    return [piece for _, piece in sorted(keyed, key=lambda entry: entry[0])]
 
 
 Run = tuple[int | None, list[Piece]]

@@ -93,6 +93,17 @@ def test_parameters_at_no_gemm_are_gathered_first_and_reduced_last():
     assert found["gradients 0"][0] == max(found["a grad"][1], found["gradients 1"][1])
 
 
+def test_kernels_of_no_site_are_spread_over_their_phase():
+    loose = [piece(FORWARD, f"copy {i}", 1) for i in range(2)]
+    sites = [piece(FORWARD, name, 10, name) for name in "abcd"]
+    names = [op.name for op in plan([*loose, *sites])]
+    assert names == ["a", "copy 0", "b", "c", "copy 1", "d"]
+    # A unit's gradients still leave when its own site is through.
+    units = [Unit(("b",), 1, None, (collective("all_reduce", 10),))]
+    found = times(schedule(plan([*STEP[:4], *(piece(BACKWARD, f"copy {i}", 1) for i in range(4))], exchanged(units))))
+    assert found["gradients 0"][0] == found["b grad"][1]
+
+
 def test_a_communication_without_figures_is_left_out():
     assert plan(STEP, Communication(Parallel(16), 1, 1, missing="why")) == plan(STEP)
 
