@@ -1,13 +1,13 @@
-"""`loka-sim collect --gpu`: a GPU's own sweep and time model, from nothing, for a GPU that the package has no data of.
+"""`loka-sim collect --gpu`: a GPU's own times, from nothing, for a GPU that the package has no data of.
 
-GEMMs, memory-bound kernels and, on a host of several GPUs, collectives are measured; the time model is fitted to them. Each
-part goes on where a killed run left it.
+GEMMs and memory-bound kernels are measured side by side, then on a host of several GPUs collectives. What comes of it is a
+time model of this GPU's own where every kernel was measured often enough to fit one, and the shipped model of a related GPU,
+corrected by what was measured, where not or where that predicts better. Each part goes on where a killed run left it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import sys
@@ -24,13 +24,19 @@ from loka_sim.validation import measuring, require_gpu
 if TYPE_CHECKING:
     import pandas
 
-# Parts of the time that the sweeps may take; the fit has the rest.
-SHARES = {"gemm": 0.4, "memory": 0.35, "collectives": 0.1}
-HARDWARE = "hardware.json"
+    from perfmodel.model import PerfModel
+    from perfmodel.refinement import Refinement
+
+# Parts of the time that the sweeps and the collectives may take; fitting has the rest.
+SWEEPS, COLLECTIVES = 0.66, 0.12
+HARDWARE, FIT = "hardware.json", "fit"
+FAMILIES = ("gemm", "memory")
+# Rows of a kernel that a correction of a shipped model is made from: it learns little from more, and its time is their cube.
+MOST_ROWS_REFINED = 400
 
 
 def collect(out: str | Path, *, minutes: float = 28.0, name: str | None = None, command: Sequence[str] = ()) -> dict[str, Any]:
-    """Measure this machine's GPU and fit the time model to it.
+    """Measure this machine's GPU and make a time model of it.
 
     Args:
         out: Folder of the calibration: a new one, or one that was begun.
@@ -39,7 +45,8 @@ def collect(out: str | Path, *, minutes: float = 28.0, name: str | None = None, 
         command: The command line, for the record.
 
     Returns:
-        What was made: hardware, rows per family, and the model's accuracy on held-out shapes.
+        What was made: hardware, rows per kernel, from which model the times come, its accuracy on held-out shapes, and what
+        was left out.
 
     Raises:
         UserError: an argument is wrong, or the folder holds something else.
@@ -58,35 +65,119 @@ def collect(out: str | Path, *, minutes: float = 28.0, name: str | None = None, 
 
     machine = fingerprint()
     hardware = name or _slug(machine["gpu"])
-    started = time.monotonic()
+    started, gpus = time.monotonic(), torch.cuda.device_count()
     timings.mkdir(parents=True, exist_ok=True)
-    workers = min(measuring.MOST_WORKERS, max(1, (os.cpu_count() or 1) - 1))
-    for family, some in (("gemm", 1), ("memory", workers)):
-        _say(f"sweep of {family} kernels ...")
-        share = f"{minutes * SHARES[family]:.3f}"
-        arguments = [family, "--out", str(timings), "--minutes", share, "--workers", str(some), "--kernels", "torch/*", "loka/*"]
-        measuring.run("hil.collect", arguments, accept=(0, 1))
-    if torch.cuda.device_count() > 1:
-        _say("collectives ...")
-        count, share = torch.cuda.device_count(), f"{minutes * SHARES['collectives']:.3f}"
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-        measuring.run("hil.collectives", ["--out", str(timings), "--minutes", share], launcher=launcher)
+    left_out = []
+    share = SWEEPS if gpus > 1 else SWEEPS + COLLECTIVES
+    measuring.sweeps_drawn(timings, FAMILIES, 60 * minutes * share)
+    if gpus > 1:
+        measuring.collectives(timings, gpus, 60 * minutes * COLLECTIVES)
+    else:
+        left_out.append("collectives: one GPU alone is here; times of several come from the shipped table, where there is one")
     rows = measuring.timings(timings)
     if rows.empty:
         raise DataError(f"nothing was measured within {minutes:g} minutes; give more with --minutes")
+    left_out += unmeasured(rows)
     spec = hardware_of(hardware, machine, rows)
     write_text_atomic(out / HARDWARE, json.dumps(spec, indent=1) + "\n")
-    _say("fitting the time model ...")
-    shutil.rmtree(out / "perfmodel", ignore_errors=True)
-    arguments = ["--timings", str(timings), "--hardware-spec", str(out / HARDWARE), "--out", str(out / "perfmodel")]
-    measuring.run("perfmodel.fit", arguments)
-    calibration.save_manifest(out, hardware, machine, list(command), {"timings": len(rows)})
-    manifest = measuring.read_json(out / "perfmodel" / "manifest.json") or {}
+    _say("making the time model ...")
+    made, notes = make_model(out, timings, rows, tuple(spec["capability"]))
+    table = timings / "collectives.parquet"
+    if table.is_file():
+        shutil.copyfile(table, out / "perfmodel" / table.name)
+    calibration.save_manifest(out, hardware, machine, list(command), {"timings": len(rows), "model": made["model"]})
     return {
         "schema_version": 1, "kind": "loka-sim/collection", "hardware": hardware, "folder": str(out), "machine": machine,
         "seconds": time.monotonic() - started, "rows": {str(k): int(v) for k, v in rows["kernel"].value_counts().items()},
-        "held_out": {kernel: entry["held_out"] for kernel, entry in manifest.get("kernels", {}).items()},
+        **made, "left_out": [*left_out, *notes],
     }  # fmt: skip
+
+
+def unmeasured(rows: pandas.DataFrame) -> list[str]:
+    """What of the whole sweeps is not there, in words."""
+    from hil.shapes import SWEEPS as DRAWN
+    from loka_sim.validation.plan import FAMILIES as KINDS
+    from perfmodel.kernels import KERNELS
+
+    kinds = rows["kernel"].map(lambda kernel: KINDS[KERNELS[kernel].kind])
+    found = []
+    for family in FAMILIES:
+        draw, count = DRAWN[family, "lrm"]
+        whole = len(draw(count, 0))
+        number = len(rows.loc[kinds == family, ["m", "n", "k", "groups"]].drop_duplicates())
+        if number < whole:
+            found.append(f"{family}: {number:,} of {whole:,} shapes were measured; the same command goes on")
+    return found
+
+
+def make_model(out: Path, timings: Path, rows: pandas.DataFrame, capability: tuple[int, int]) -> tuple[dict[str, Any], list[str]]:
+    """Write `out/perfmodel`: a fit of its own, or a shipped model corrected, whichever predicts held-out shapes better.
+
+    Args:
+        out: The calibration.
+        timings: Where the sweeps lie.
+        rows: What they hold.
+        capability: Of the GPU.
+
+    Returns:
+        `model` (in words) and `held_out` (accuracy per kernel), and what was left out.
+
+    Raises:
+        DataError: neither can be made.
+    """
+    from hil.kernels.availability import available_kernels
+    from perfmodel.fit import LEAST_ROWS_FIT
+
+    related = _related(capability)
+    refinement = _refined(related, rows) if related else None
+    needed = set(available_kernels(list(related.manifest["kernels"]))) if related else set()
+    few = {name for name in needed if (rows["kernel"] == name).sum() < LEAST_ROWS_FIT}
+    shutil.rmtree(out / FIT, ignore_errors=True)
+    fitted = None
+    if not few:
+        arguments = ["--timings", str(timings), "--hardware-spec", str(out / HARDWARE), "--out", str(out / FIT)]
+        measuring.run("perfmodel.fit", arguments)
+        fitted = (measuring.read_json(out / FIT / "perfmodel" / "manifest.json") or {})["kernels"]
+    shutil.rmtree(out / "perfmodel", ignore_errors=True)
+    accuracy = {} if refinement is None else refinement.accuracy_after["kernels"]
+    held_out = {kernel: entry["held_out"] for kernel, entry in (fitted or {}).items()}
+    if refinement is None and not fitted:
+        raise DataError(f"too little was measured to make a time model: {len(rows)} rows; run again with more --minutes")
+    if refinement is not None and (not held_out or _mean_error(accuracy, held_out) <= _mean_error(held_out, accuracy)):
+        assert related is not None
+        refinement.save(out)
+        shutil.rmtree(out / FIT, ignore_errors=True)
+        notes = [f"a fit of its own: {len(few)} of {len(needed)} kernels have fewer than {LEAST_ROWS_FIT} rows"] if few else []
+        unseen = sorted(needed - set(accuracy))
+        if unseen:
+            notes.append(f"not measured, so as on {related.hardware.name}, corrected like their kind: {', '.join(unseen)}")
+        return {"model": f"{related.hardware.name}'s, corrected", "held_out": accuracy}, notes
+    shutil.move(out / FIT / "perfmodel", out / "perfmodel")
+    shutil.rmtree(out / FIT)
+    return {"model": "fitted to this GPU alone", "held_out": held_out}, []
+
+
+def _related(capability: tuple[int, int]) -> PerfModel | None:
+    """The shipped model of a GPU of this capability."""
+    import perfmodel
+    from perfmodel import hardware
+
+    name = next((name for name in hardware.available() if hardware.load(name).capability == capability), None)
+    return None if name is None else perfmodel.load(name)
+
+
+def _refined(base: PerfModel, rows: pandas.DataFrame) -> Refinement:
+    """The base corrected by at most `MOST_ROWS_REFINED` shapes of each kernel, the first ones drawn."""
+    from perfmodel.refine import refine
+
+    known = rows[rows["kernel"].isin(list(base.manifest["kernels"]))]
+    return refine(base, known.groupby("kernel", sort=False).head(MOST_ROWS_REFINED))
+
+
+def _mean_error(held_out: dict[str, Any], other: dict[str, Any]) -> float:
+    """Mean error over held-out shapes of the kernels that both have, every kernel alike."""
+    both = [name for name in held_out if name in other]
+    return sum(held_out[name]["mape"] for name in both) / len(both) if both else float("inf")
 
 
 def _say(text: str) -> None:

@@ -29,7 +29,7 @@ def add(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, fit, print."""
-    from loka_sim.cli.output import print_json, table
+    from loka_sim.cli.output import print_json, table, wrap
     from loka_sim.collection import collect
 
     if not arguments.gpu:
@@ -42,7 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
     rows: list[tuple[str, ...]] = [("kernel", "rows", "MAPE", "p90")]
     for kernel, found in document["held_out"].items():
         rows.append((kernel, str(document["rows"].get(kernel, 0)), f"{found['mape']:.1%}", f"{found['p90']:.1%}"))
-    print(f"{document['hardware']}: {sum(document['rows'].values()):,} rows in {document['seconds'] / 60:.0f} minutes\n")
+    print(f"{document['hardware']}: {sum(document['rows'].values()):,} rows in {document['seconds'] / 60:.1f} minutes")
+    print(f"time model: {document['model']}; errors on held-out shapes:\n")
     print("\n".join(table(rows, "lrrr")))
+    for text in document["left_out"]:
+        print("\n".join(wrap(f"! {text}", "", "  ")))
     print(f"\nnext: loka-sim whatif wukong --calibration {arguments.out}")
     return 0

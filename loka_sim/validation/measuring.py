@@ -26,8 +26,12 @@ if TYPE_CHECKING:
 MOST_WORKERS = 15
 # Cores that the workers leave to the process that feeds the GPU, and to what is compiled beside.
 OTHERS = 3
+# Threads of one process: more wait for each other where others compile on the same cores.
+MOST_THREADS = 4
 # What a process that is past its time may take to end by itself.
 GRACE_S = 20.0
+# In the folder of the timings: held by whoever uses the GPU for long.
+LOCK = "gpu.lock"
 
 Wanted = Mapping["Shape", Sequence[str]]
 """Shapes in the order of their worth, and the kernels to measure on each."""
@@ -40,7 +44,7 @@ class Child:
         """Starts it."""
         command = [sys.executable, *launcher, "-m", module, *arguments]
         paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        environment = {"OMP_NUM_THREADS": str(MOST_THREADS), **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         self.module = module
         self._process = subprocess.Popen(command, stdout=sys.stderr, env=environment, start_new_session=True)
 
@@ -101,7 +105,7 @@ def run(
 
 def workers() -> int:
     """Processes that may compile in parallel here."""
-    return min(MOST_WORKERS, max(1, (os.cpu_count() or 1) - OTHERS))
+    return min(MOST_WORKERS, max(1, len(os.sched_getaffinity(0)) - OTHERS))
 
 
 def sweep(folder: Path, name: str, wanted: Mapping[str, Wanted], seconds: float) -> None:
@@ -109,27 +113,54 @@ def sweep(folder: Path, name: str, wanted: Mapping[str, Wanted], seconds: float)
 
     What the time does not suffice for is left out; what is in `folder` already is not measured again.
     """
-    until = time.time() + seconds
-    folder.mkdir(parents=True, exist_ok=True)
-    children: list[Child] = []
-    files: list[str] = []
+    jobs, files = {}, list[str]()
     try:
         for family, shapes in wanted.items():
             kernels = sorted({kernel for some in shapes.values() for kernel in some})
-            if not kernels or seconds <= 0:
-                continue
-            files.append(_write(name, shapes))
-            arguments = [family, "--out", str(folder), "--shapes", files[-1], "--sweep", name, "--until", f"{until:.2f}"]
-            arguments += ["--workers", str(workers() if family == "memory" else 1), "--lock", str(folder / "gpu.lock")]
-            children.append(Child("hil.collect", [*arguments, "--kernels", *kernels]))
+            if kernels:
+                files.append(_write(name, shapes))
+                jobs[family] = ["--shapes", files[-1], "--sweep", name, "--kernels", *kernels]
+        _side_by_side(folder, jobs, seconds)
+    finally:
+        for path in files:
+            os.unlink(path)
+
+
+def sweeps_drawn(folder: Path, families: Sequence[str], seconds: float) -> None:
+    """The same for the shapes that each family draws by default, under every kernel that is here."""
+    _side_by_side(folder, {family: [] for family in families}, seconds)
+
+
+def _side_by_side(folder: Path, jobs: Mapping[str, Sequence[str]], seconds: float) -> None:
+    """Run `hil.collect` for each family with its arguments, all at once."""
+    until = time.time() + seconds
+    folder.mkdir(parents=True, exist_ok=True)
+    children: list[Child] = []
+    try:
+        for family, more in jobs.items():
+            some = workers() if family == "memory" else 1
+            arguments = [family, "--out", str(folder), "--until", f"{until:.2f}", "--workers", str(some)]
+            children.append(Child("hil.collect", [*arguments, "--lock", str(folder / LOCK), *more]))
         for child in children:
             # 1: nothing new was measured, because everything was already or the time was too short.
             child.wait((0, 1), max(until - time.time(), 0) + GRACE_S)
     finally:
         for child in children:
             child.stop()
-        for path in files:
-            os.unlink(path)
+
+
+def collectives(folder: Path, gpus: int, seconds: float) -> None:
+    """Measure the collectives between all GPUs of this machine.
+
+    Raises:
+        DataError: nothing was measured.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    arguments = ["--out", str(folder), "--minutes", f"{seconds / 60:.3f}"]
+    # 1: the time did not suffice for all of them.
+    run("hil.collectives", arguments, accept=(0, 1), launcher=launcher, seconds=seconds + 3 * GRACE_S)
+    if not (folder / "collectives.parquet").is_file():
+        raise DataError("no collective was measured; the last lines of python -m hil.collectives above say why")
 
 
 def _write(name: str, shapes: Wanted) -> str:

@@ -56,8 +56,11 @@ class Validation:
 
     def run(self) -> dict[str, Any]:
         """Measure, compare, refine, decide again, write; the document."""
+        import torch
+
         from hil.fingerprint import fingerprint
 
+        torch.set_num_threads(min(torch.get_num_threads(), measuring.MOST_THREADS))
         machine = fingerprint()
         self._claim(machine)
         model = self._runnable()
@@ -140,7 +143,7 @@ class Validation:
 
         request = self.request
         seconds = self.budget.left()
-        return Stepper(request.model, request.batch, request.mods, self.folder / "step", seconds, self.timings / "gpu.lock")
+        return Stepper(request.model, request.batch, request.mods, self.folder / "step", seconds, self.timings / measuring.LOCK)
 
     def _sampled(self, seconds: float) -> list[dict[str, Any]]:
         """Bit for bit on sampled distributions, every recipe in turn; at least once each."""
@@ -161,6 +164,10 @@ class Validation:
         from loka_sim.validation import tensors
 
         if model.zoo is not None:
+            import torch
+
+            # A small model: on cores that compile other things, more threads took ten times as long.
+            torch.set_num_threads(1)
             return tensors.observe_zoo(model.zoo, self.request.mods, self.request.seed)
         try:
             return tensors.observe_users(model)

@@ -310,26 +310,6 @@ def test_without_a_gpu_it_says_what_to_do_instead(words, capsys, tmp_path, monke
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_machines_ceilings_are_its_fastest_rows():
-    from loka_sim.collection import hardware_of
-
-    rows = pd.DataFrame(
-        [
-            ("torch/bf16", 1000, 1000, 1000, 1, 4.0), ("torch/bf16", 1000, 1000, 1000, 1, 5.0),
-            ("torch/fp8_rowwise_fast", 1000, 1000, 1000, 1, 2.0), ("torch/relu_forward", 2**14, 1, 2**14, 1, 400.0),
-            ("torch/relu_forward", 256, 1, 256, 1, 0.001),
-        ],
-        columns=["kernel", "m", "n", "k", "groups", "p50_us"],
-    )  # fmt: skip
-    machine = {"gpu": "NVIDIA H100 80GB HBM3", "capability": "9.0", "l2_bytes": 50 * 2**20, "multiprocessors": 132}
-    found = hardware_of("h100", machine, rows)
-    assert found["peak_bf16_tflops"] == 500.0 and found["peak_fp8_tflops"] == 1000.0
-    # Of what does not fit into the L2 alone: 4 bytes an element.
-    assert found["copy_bandwidth_tbs"] == pytest.approx(2**30 / 400e6, abs=0.01)
-    with pytest.raises(DataError, match="no FP8 GEMM kernel"):
-        hardware_of("h100", machine, rows[rows["kernel"] != "torch/fp8_rowwise_fast"])
-
-
 def test_the_shipped_validations_fit_their_schema():
     from perfmodel import data_folder
 

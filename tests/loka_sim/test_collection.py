@@ -1,0 +1,147 @@
+"""A collection without a GPU: sweeps of a made-up machine, everything else as it is."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import loka_sim
+import perfmodel
+from hil.collect import FAMILIES, legal_runners
+from hil.shapes import SWEEPS
+from loka_sim import collection
+from loka_sim.collection import collect, hardware_of
+from loka_sim.errors import DataError, UserError
+from loka_sim.validation import measuring
+from perfmodel.kernels import KERNELS
+
+MACHINE = {"gpu": "NVIDIA H100 80GB HBM3", "capability": "9.0", "l2_bytes": 50 * 2**20, "multiprocessors": 132}
+SLOWER = {"gemm": 1.1, "batched_gemm": 1.1, "quantize": 1.4, "layout": 1.4, "pointwise": 1.4}
+
+
+class MadeUp:
+    """A machine that is an H200 with a slower memory, and as many GPUs as it is told; it measures so many shapes a family."""
+
+    def __init__(self, shapes, gpus=1, kernels=None):
+        self.shapes, self.gpus, self.kernels, self.asked = shapes, gpus, kernels, []
+
+    def sweeps_drawn(self, folder, families, seconds):
+        self.asked.append(("sweeps", seconds))
+        model = perfmodel.load("h200")
+        known = set(self.kernels or model.manifest["kernels"])
+        for family in families:
+            draw, _ = SWEEPS[family, "lrm"]
+            rows = [
+                (runner.name, s.m, s.n, s.k, s.groups)
+                for s in draw(self.shapes[family], 0)
+                for runner in legal_runners(s, FAMILIES[family])
+                if runner.name in known
+            ]
+            frame = pd.DataFrame(rows, columns=["kernel", "m", "n", "k", "groups"])
+            noise = np.random.default_rng(1).normal(1, 0.02, len(frame))
+            frame["p50_us"] = model.predict(frame)["time_us"] * noise
+            frame["p50_us"] *= frame["kernel"].map(lambda kernel: SLOWER[KERNELS[kernel].kind])
+            frame = frame.assign(p10_us=0.99 * frame["p50_us"], p90_us=1.01 * frame["p50_us"], sweep="lrm", eager_us=np.nan)
+            frame.to_parquet(folder / f"{family}.parquet")
+
+    def collectives(self, folder, gpus, seconds):
+        self.asked.append(("collectives", seconds))
+        assert gpus == self.gpus
+        table = pd.read_parquet(perfmodel.data_folder() / "h200" / "collectives.parquet")
+        times = [name for name in table if name.endswith("_us")]
+        table.assign(**{name: 3 * table[name] for name in times}).to_parquet(folder / "collectives.parquet")
+
+
+def on(machine, monkeypatch, capability="9.0"):
+    import torch
+
+    import hil.fingerprint
+
+    monkeypatch.setattr(hil.fingerprint, "fingerprint", lambda: {**MACHINE, "capability": capability})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: machine.gpus)
+    monkeypatch.setattr(collection, "require_gpu", lambda: None)
+    monkeypatch.setattr(measuring, "sweeps_drawn", machine.sweeps_drawn)
+    monkeypatch.setattr(measuring, "collectives", machine.collectives)
+    return machine
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """Six minutes on four GPUs: too few rows for a fit."""
+    folder = tmp_path_factory.mktemp("collected") / "h100"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        machine = on(MadeUp({"gemm": 120, "memory": 30}, gpus=4), monkeypatch)
+        document = collect(folder, minutes=6, command=["loka-sim", "collect"])
+    return folder, document, machine
+
+
+def test_a_short_one_corrects_a_related_gpu(short):
+    folder, document, machine = short
+    assert document["hardware"] == "h100-80gb-hbm3" and document["model"] == "h200's, corrected"
+    assert [name for name, _ in machine.asked] == ["sweeps", "collectives"]
+    assert sum(seconds for _, seconds in machine.asked) < 0.85 * 360
+    gemms = document["held_out"]["torch/bf16"]
+    assert gemms["n"] > 50 and gemms["mape"] < 0.05
+    said = " ".join(document["left_out"])
+    assert "gemm: 132 of 4,400 shapes" in said and "memory: 30 of 320 shapes" in said and "have fewer than 60 rows" in said
+    assert "collectives" not in said
+    assert json.loads((folder / "manifest.json").read_text())["hardware"] == "h100-80gb-hbm3"
+
+
+def test_its_times_are_the_machines(short):
+    model, shipped = perfmodel.load("h100-80gb-hbm3", short[0]), perfmodel.load("h200")
+    assert model.hardware.name == "h100-80gb-hbm3" and model.hardware.gpu == MACHINE["gpu"]
+    fresh = pd.DataFrame(
+        [("torch/bf16", 3072, 1536, 2048), ("torch/quantize_rowwise", 9216, 1, 1280), ("torch/transpose_e4m3", 5120, 1, 3072)],
+        columns=["kernel", "m", "n", "k"],
+    )
+    ratio = model.predict(fresh)["time_us"] / shipped.predict(fresh)["time_us"]
+    assert ratio.tolist() == pytest.approx([1.1, 1.4, 1.4], rel=0.04)
+
+
+def test_a_whatif_uses_it_and_its_collectives(short):
+    answers = [loka_sim.whatif("wukong", batch=512, gpus=4, calibration=where) for where in (None, short[0])]
+    shipped, own = (answer.to_dict()["communication"] for answer in answers)
+    assert own["all_to_all_us"] == pytest.approx(3 * shipped["all_to_all_us"], rel=0.01)
+    assert answers[1].hardware["name"] == "h100-80gb-hbm3"
+    assert answers[1].steps[0].total.us > 1.08 * answers[0].steps[0].total.us
+
+
+def test_a_gpu_of_no_kind_that_is_shipped_has_a_fit_of_its_own(tmp_path, monkeypatch):
+    kernels = ["torch/bf16", "torch/fp8_rowwise_fast", "torch/relu_forward"]
+    on(MadeUp({"gemm": 90, "memory": 70}, kernels=kernels), monkeypatch, capability="9.9")
+    document = collect(tmp_path / "own", minutes=6, name="mine")
+    assert document["model"] == "fitted to this GPU alone" and set(document["held_out"]) == set(kernels)
+    assert perfmodel.load("mine", tmp_path / "own").hardware.capability == (9, 9)
+    assert any(text.startswith("collectives: one GPU") for text in document["left_out"])
+
+
+def test_nothing_measured_is_no_calibration(tmp_path, monkeypatch):
+    machine = on(MadeUp({}), monkeypatch)
+    monkeypatch.setattr(machine, "sweeps_drawn", lambda *_: None)
+    monkeypatch.setattr(measuring, "sweeps_drawn", lambda *_: None)
+    with pytest.raises(DataError, match="nothing was measured within 5 minutes"):
+        collect(tmp_path / "none", minutes=5)
+    with pytest.raises(UserError, match="--minutes 2 is too short"):
+        collect(tmp_path / "none", minutes=2)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds other files"):
+        collect(tmp_path, minutes=5)
+
+
+def test_a_machines_ceilings_are_its_fastest_rows():
+    rows = pd.DataFrame(
+        [
+            ("torch/bf16", 1000, 1000, 1000, 1, 4.0), ("torch/bf16", 1000, 1000, 1000, 1, 5.0),
+            ("torch/fp8_rowwise_fast", 1000, 1000, 1000, 1, 2.0), ("torch/relu_forward", 2**14, 1, 2**14, 1, 400.0),
+            ("torch/relu_forward", 256, 1, 256, 1, 0.001),
+        ],
+        columns=["kernel", "m", "n", "k", "groups", "p50_us"],
+    )  # fmt: skip
+    found = hardware_of("h100", MACHINE, rows)
+    assert found["peak_bf16_tflops"] == 500.0 and found["peak_fp8_tflops"] == 1000.0
+    # Of what does not fit into the L2 alone: 4 bytes an element.
+    assert found["copy_bandwidth_tbs"] == pytest.approx(2**30 / 400e6, abs=0.01)
+    with pytest.raises(DataError, match="no FP8 GEMM kernel"):
+        hardware_of("h100", MACHINE, rows[rows["kernel"] != "torch/fp8_rowwise_fast"])
