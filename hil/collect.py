@@ -136,7 +136,7 @@ def measure_shape(
 
     from hil.timing import capture, eager_call_us, launches_for, time_interleaved
 
-    bound = []
+    bound: list[tuple[Runner, Callable[[int], object]]] = []
     for runner in runners:
         if bound and time.time() > deadline:
             break
