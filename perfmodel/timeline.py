@@ -153,7 +153,9 @@ class Timeline:
                 normal = shared[op.alike]
             time = op.us + normal / NORMAL_90 * np.where(normal > 0, op.high_us - op.us, op.us - op.low_us)
             time = np.maximum(time, 0.0) * (common if op.stream == COMPUTE else 1.0)
-            ends[i] = time + (ends[list(waits)].max(axis=0) if waits else 0.0)
+            ends[i] = time
+            if waits:
+                ends[i] += ends[waits[0]] if len(waits) == 1 else ends[list(waits)].max(axis=0)
         low, high = np.quantile(ends.max(axis=0), [0.05, 0.95])
         return min(float(low), self.total_us), max(float(high), self.total_us)
 

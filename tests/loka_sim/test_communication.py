@@ -1,6 +1,7 @@
 """What travels between GPUs: sizes by hand, times as the collectives' model says, settings that cannot be."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pandas as pd
@@ -15,6 +16,7 @@ from loka_sim.modelspec import Dim, Gemm, ModelSpec, Site, Table, linear_passes
 from loka_sim.step_document import in_words
 from perfmodel import collectives
 from perfmodel.collectives import CollectiveModel
+from perfmodel.data_folder import data_folder
 from perfmodel.topology import Cluster, preset
 
 HGX = preset("hgx_h200")
@@ -179,6 +181,23 @@ def test_a_cluster_from_a_file(tmp_path):
     (tmp_path / "typo.yaml").write_text("name: mine\nnic_gpbs: 200\n")
     with pytest.raises(UserError, match="typo.yaml: unknown field 'nic_gpbs'; write nic_gbps"):
         cluster_of(tmp_path / "typo.yaml", "h200")
+
+
+def test_a_calibrations_own_collectives_are_used(tmp_path, made_up_model):
+    """A calibration that is the shipped time model with collectives twice as slow."""
+    shipped = data_folder() / "h200"
+    shutil.copytree(shipped / "models", tmp_path / "perfmodel")
+    shutil.copy(shipped / "hardware.json", tmp_path)
+    manifest = {"schema_version": 1, "kind": "loka-sim/calibration", "hardware": "h200"}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    whole = loka_sim.whatif(made_up_model, gpus=4)
+    same = loka_sim.whatif(made_up_model, gpus=4, calibration=tmp_path)
+    assert same.communication.calls == whole.communication.calls
+    table = collectives.load("h200").table
+    table.assign(p50_us=2 * table["p50_us"]).to_parquet(tmp_path / "perfmodel" / "collectives.parquet")
+    slow = loka_sim.whatif(made_up_model, gpus=4, calibration=tmp_path)
+    assert slow.communication.exchange_us == pytest.approx(2 * whole.communication.exchange_us)
+    assert slow.communication.dense_us == pytest.approx(2 * whole.communication.dense_us)
 
 
 def test_a_communication_without_a_job_of_hosts_is_one_host():
