@@ -1,6 +1,7 @@
 """Is what `numerics` emulates what this GPU returns? Every kind of GEMM on fresh operands, compared to the last bit.
 
     python -m hil.exactness --out data/h200 --minutes 3
+    python -m hil.exactness --kernels 'loka/*' 'fbgemm/*'
 
 draws shapes and distributions anew in each run, multiplies on the GPU, emulates sampled outputs (an output depends on one
 row of each operand alone), and writes a row per kernel into `exactness.json`: shapes, outputs compared, outputs that differ.
@@ -17,18 +18,20 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import partial
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from numerics import bf16_matmul, estimated_split_k, fp8_matmul
+from hil.exactness_cases import BF16, CASES, Case, Draw, scale_shapes
+from hil.kernels.availability import absences, availability
+from numerics import estimated_split_k
 from numerics.tensor_core import split_parts
+from perfmodel.kernels import KERNELS
 
-E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 # Rows and columns of a result that are emulated.
 _SAMPLED = 96
 
@@ -73,38 +76,6 @@ class Result:
     note: str
 
 
-@dataclass(frozen=True)
-class Case:
-    """A kind of GEMM: how to draw its shape, run it, emulate it.
-
-    Attributes:
-        run: The draw's operands to an (M, N) result on the GPU.
-        emulate: The operands, rows, columns and parts of K to what those outputs should be.
-        dtypes: Of the operands.
-        multiples: M, N and K are multiples of these.
-        split_block: Elements of K in a block that is not split; None where the kernel never splits K.
-        scales: Shapes of the scales, by name: `one`, `rows`, `block`, `tile`, or none.
-    """
-
-    run: Callable[[Draw], Tensor]
-    emulate: Callable[[Draw, Tensor, Tensor, list[slice]], Tensor]
-    dtypes: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3)
-    multiples: tuple[int, int, int] = (16, 16, 16)
-    split_block: int | None = None
-    scales: str = ""
-
-
-@dataclass
-class Draw:
-    """Operands a (M, K) and b (N, K) on the GPU, and their scales."""
-
-    a: Tensor
-    b: Tensor
-    scale_a: Tensor
-    scale_b: Tensor
-    names: list[str] = field(default_factory=list)
-
-
 def draw_operands(case: Case, m: int, n: int, k: int, seed: int) -> Draw:
     """Values of a random distribution each, sized anywhere from the format's subnormals to its range, and random scales."""
     chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -117,18 +88,11 @@ def draw_operands(case: Case, m: int, n: int, k: int, seed: int) -> Draw:
             values = (values * (top * 2.0 ** -chance.uniform(0, 8) / values.abs().max())).clamp(-top, top)
         operands.append(values.cuda().to(dtype))
 
-    left, right = _scale_shapes(case, m, n, k)
+    left, right = scale_shapes(case, m, n, k)
     scales = [torch.rand(shape, generator=generator).add(0.5).cuda() for shape in (left, right)]
     if not case.scales:
         scales = [torch.ones_like(scale) for scale in scales]
     return Draw(operands[0], operands[1], scales[0], scales[1], names)
-
-
-def _scale_shapes(case: Case, m: int, n: int, k: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return {
-        "": ((), ()), "one": ((), ()), "rows": ((m, 1), (n, 1)), "block": ((m, k // 128), (n, k // 128)),
-        "tile": ((m, k // 128), (n // 128, k // 128)),
-    }[case.scales]  # fmt: skip
 
 
 def measured_parts(case: Case, m: int, n: int, k: int) -> list[slice]:
@@ -138,6 +102,8 @@ def measured_parts(case: Case, m: int, n: int, k: int) -> list[slice]:
     another block, the small one in the block after that: if both large ones are in one part, they cancel there and the small
     one survives; if not, the second swallows it, in its own part or when parts are added. So the first part's end is found.
     """
+    if case.parts is not None:
+        return case.parts(m, n, k)
     block = case.split_block
     if block is None or k < 3 * block:
         return [slice(0, k)]
@@ -153,7 +119,7 @@ def measured_parts(case: Case, m: int, n: int, k: int) -> list[slice]:
         a[rows, places[:, 0]] = large
         a[rows, places[:, 1]] = -large
         a[rows, places[:, 2]] = small
-        left, right = (torch.ones(shape, device="cuda") for shape in _scale_shapes(case, m, n, k))
+        left, right = (torch.ones(shape, device="cuda") for shape in scale_shapes(case, m, n, k))
         return case.run(Draw(a.to(case.dtypes[0]), b.to(case.dtypes[1]), left, right))[: len(places), 0] != 0
 
     for start in range(1, blocks - 1, m):
@@ -181,9 +147,9 @@ def compare(name: str, m: int, n: int, k: int, seed: int) -> Result:
     ours = case.emulate(draw, rows, columns, parts)
     picked = real[rows][:, columns]
     same = (picked == ours) | (picked.isnan() & ours.isnan())
-    estimated = estimated_split_k(m, n, k) if case.scales == "one" else None
+    estimated = estimated_split_k(m, n, k) if case.scales == "one" and case.parts is None else None
     left_out, apart = k - parts[-1].stop, 0.0
-    if len(parts) != (estimated or 1) and not left_out:
+    if len(parts) != (estimated or 1) and not left_out and case.parts is None:
         guess = split_parts(k, estimated or 1, case.split_block or k)
         blind = case.emulate(draw, rows, columns, guess).double()
         apart = float((picked.double() - blind).norm() / picked.double().norm())
@@ -201,144 +167,6 @@ def draw_shape(case: Case, seed: int) -> tuple[int, int, int]:
     m, n, k = (max(1, round(size / multiple)) * multiple for size, multiple in zip(sizes, case.multiples, strict=True))
     # Of a single block of 128 a scale a row would not say whether it is a row's or a block's.
     return m, n, max(k, 2 * case.multiples[2])
-
-
-def _pick(x: Tensor, rows: Tensor) -> Tensor:
-    # Indexing has no FP8 kernel: gather the bytes.
-    return x[rows] if x.dtype == BF16 else x.view(torch.uint8)[rows].view(x.dtype)
-
-
-def _run_scaled(draw: Draw, fast: bool, out_dtype: torch.dtype) -> Tensor:
-    return torch._scaled_mm(draw.a, draw.b.t(), draw.scale_a, draw.scale_b.t(), out_dtype=out_dtype, use_fast_accum=fast)
-
-
-def _run_block(draw: Draw, tile: bool) -> Tensor:
-    from torch.nn.functional import ScalingType, scaled_mm
-
-    right = draw.scale_b
-    kind = ScalingType.BlockWise128x128 if tile else ScalingType.BlockWise1x128
-    if tile:
-        # K-major, K's extent padded to a multiple of 4.
-        padded = torch.zeros((right.shape[0], -(-right.shape[1] // 4) * 4), device="cuda")
-        padded[:, : right.shape[1]] = right
-        right = padded.t()
-    else:
-        right = right.t().contiguous().t()
-    left = draw.scale_a.t().contiguous().t()
-    return scaled_mm(draw.a, draw.b.t(), left, ScalingType.BlockWise1x128, right, kind, output_dtype=torch.float32)
-
-
-def _run_grouped(draw: Draw, fast: bool) -> Tensor:
-    """Four groups of rows, each by a weight of its own: (M, N / 4)."""
-    groups = 4
-    m, n, k = draw.a.shape[0], draw.b.shape[0] // groups, draw.a.shape[1]
-    ends = torch.arange(1, groups + 1, device="cuda", dtype=torch.int32) * (m // groups)
-    return torch._scaled_grouped_mm(
-        draw.a, draw.b.view(groups, n, k).transpose(1, 2), draw.scale_a.reshape(-1), draw.scale_b.reshape(groups, n),
-        offs=ends, out_dtype=BF16, use_fast_accum=fast,
-    )  # fmt: skip
-
-
-def _emulate(draw: Draw, rows: Tensor, columns: Tensor, parts: list[slice], accumulation: str, out_dtype: torch.dtype) -> Tensor:
-    left, right = draw.scale_a, draw.scale_b
-    if left.ndim:
-        left = left[rows]
-    if right.ndim and right.shape[0] == draw.b.shape[0]:
-        right = right[columns]
-    elif right.ndim:
-        # Sampled columns of 128 x 128 blocks: 128 rows of b share a scale, so whole blocks are emulated and picked from.
-        whole = _pick(draw.b, torch.arange(draw.b.shape[0], device="cuda"))
-        y = fp8_matmul(
-            _pick(draw.a, rows),
-            whole,
-            accumulation=accumulation,
-            scale_a=left,
-            scale_b=right,
-            split_k=parts,
-            out_dtype=out_dtype,
-        )
-        return y[:, columns]
-    return fp8_matmul(
-        _pick(draw.a, rows), _pick(draw.b, columns), accumulation=accumulation, scale_a=left, scale_b=right,
-        split_k=parts, out_dtype=out_dtype,
-    )  # fmt: skip
-
-
-def _emulate_grouped(draw: Draw, rows: Tensor, columns: Tensor, parts: list[slice], accumulation: str) -> Tensor:
-    """Here a's scale is applied before b's: the product of b and a, transposed."""
-    each, n = draw.a.shape[0] // 4, draw.b.shape[0] // 4
-    swapped = Draw(draw.b, draw.a, draw.scale_b, draw.scale_a)
-    groups = []
-    for group in range(4):
-        mine = rows[(rows // each) == group]
-        groups.append(_emulate(swapped, columns + group * n, mine, parts, accumulation, BF16).T)
-    return torch.cat(groups)
-
-
-def _emulate_bf16(draw: Draw, rows: Tensor, columns: Tensor, parts: list[slice], out_dtype: torch.dtype) -> Tensor:
-    return bf16_matmul(draw.a[rows], draw.b[columns], out_dtype=out_dtype, split_k=parts)
-
-
-def _run_triton(draw: Draw, block_m: int, imprecise: int | None) -> Tensor:
-    from hil.triton_dot import triton_dot
-
-    return triton_dot(draw.a, draw.b, block_m, imprecise)
-
-
-def _scaled(fast: bool, scales: str, dtypes: tuple[torch.dtype, torch.dtype], out_dtype: torch.dtype) -> Case:
-    accumulation = "hopper_fast" if fast else "hopper_split"
-    return Case(
-        partial(_run_scaled, fast=fast, out_dtype=out_dtype), partial(_emulate, accumulation=accumulation, out_dtype=out_dtype),
-        dtypes, split_block=128 if scales == "one" else None, scales=scales,
-    )  # fmt: skip
-
-
-def _triton(block_m: int, imprecise: int | None, accumulation: str) -> Case:
-    return Case(
-        partial(_run_triton, block_m=block_m, imprecise=imprecise),
-        partial(_emulate, accumulation=accumulation, out_dtype=torch.float32), multiples=(64, 64, 128),
-    )  # fmt: skip
-
-
-CASES: dict[str, Case] = {
-    "torch/fp8_tensorwise_fast": _scaled(True, "one", (E4M3, E4M3), BF16),
-    "torch/fp8_tensorwise_fast fp32 out": _scaled(True, "one", (E4M3, E4M3), torch.float32),
-    "torch/fp8_tensorwise_fast e5m2 x e4m3": _scaled(True, "one", (E5M2, E4M3), torch.float32),
-    "torch/fp8_tensorwise_fast e4m3 x e5m2": _scaled(True, "one", (E4M3, E5M2), torch.float32),
-    "torch/fp8_tensorwise_split": _scaled(False, "one", (E4M3, E4M3), BF16),
-    "torch/fp8_tensorwise_split fp32 out": _scaled(False, "one", (E4M3, E4M3), torch.float32),
-    "torch/fp8_tensorwise_split e5m2 x e4m3": _scaled(False, "one", (E5M2, E4M3), torch.float32),
-    "torch/fp8_tensorwise_split e4m3 x e5m2": _scaled(False, "one", (E4M3, E5M2), torch.float32),
-    "torch/fp8_rowwise_fast": _scaled(True, "rows", (E4M3, E4M3), BF16),
-    "torch/fp8_rowwise_split": _scaled(False, "rows", (E4M3, E4M3), BF16),
-    "torch/fp8_block128": Case(
-        partial(_run_block, tile=True), partial(_emulate, accumulation="hopper_split", out_dtype=torch.float32),
-        multiples=(4, 128, 128), split_block=128, scales="tile",
-    ),
-    "torch/fp8_block1x128 x block1x128": Case(
-        partial(_run_block, tile=False), partial(_emulate, accumulation="hopper_split", out_dtype=torch.float32),
-        multiples=(128, 128, 128), split_block=128, scales="block",
-    ),
-    "torch/fp8_grouped_rowwise_fast": Case(
-        partial(_run_grouped, fast=True), partial(_emulate_grouped, accumulation="hopper_fast"),
-        multiples=(64, 64, 16), scales="rows",
-    ),
-    "torch/fp8_grouped_rowwise_split": Case(
-        partial(_run_grouped, fast=False), partial(_emulate_grouped, accumulation="hopper_split"),
-        multiples=(64, 64, 16), scales="rows",
-    ),
-    "torch/bf16": Case(
-        lambda draw: torch.mm(draw.a, draw.b.t(), out_dtype=torch.float32), partial(_emulate_bf16, out_dtype=torch.float32),
-        (BF16, BF16), (8, 8, 8), split_block=64,
-    ),
-    "torch/bf16_batched": Case(
-        lambda draw: torch.bmm(draw.a[None].repeat(3, 1, 1), draw.b[None].repeat(3, 1, 1).mT, out_dtype=torch.float32)[1],
-        partial(_emulate_bf16, out_dtype=torch.float32), (BF16, BF16), (8, 8, 8), split_block=64,
-    ),
-    "triton tl.dot, wgmma, promoted every 128": _triton(64, 128, "hopper_split"),
-    "triton tl.dot, wgmma, never promoted": _triton(64, None, "hopper_fast"),
-    "triton tl.dot, tiles of 16 rows (FP16 mma)": _triton(16, None, "hopper_mma"),
-}  # fmt: skip
 
 
 def summary(results: list[Result]) -> list[dict]:
@@ -378,6 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=3.0, help="time to spend (default 3)")
     parser.add_argument("--until", type=float, help="the same as a Unix time, instead of --minutes")
     parser.add_argument("--seed", type=int, help="first seed (default: drawn anew)")
+    parser.add_argument("--kernels", nargs="+", default=["*"], metavar="PATTERN", help="kinds to compare (default: all)")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("error: hil.exactness needs a CUDA GPU of compute capability 9.0", file=sys.stderr)
@@ -385,10 +214,17 @@ def main(argv: list[str] | None = None) -> int:
     seed = options.seed if options.seed is not None else random.SystemRandom().getrandbits(40)
     end = options.until if options.until is not None else time.time() + 60 * options.minutes
     started, results = datetime.now(UTC), list[Result]()
+    wanted = [name for name in CASES if any(fnmatch(name, pattern) for pattern in options.kernels)]
+    absent = absences(name for name in wanted if name in KERNELS)
+    cases = {name: CASES[name] for name in wanted if name not in KERNELS or availability(KERNELS[name]).available}
+    print(*absent, sep="\n", end="\n" * bool(absent), file=sys.stderr)
+    if not cases:
+        print(f"error: nothing to compare matches {' '.join(options.kernels)}", file=sys.stderr)
+        return 3
     # Each kind once, however short the time.
     while time.time() < end or not results:
-        for name, case in CASES.items():
-            if len(results) >= len(CASES) and time.time() > end:
+        for name, case in cases.items():
+            if len(results) >= len(cases) and time.time() > end:
                 break
             seed += 1
             results.append(compare(name, *draw_shape(case, seed), seed))

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hil.exactness import CASES, E4M3, Draw, measured_parts
+from hil.exactness import measured_parts
+from hil.exactness_cases import CASES, E4M3, Draw
+from hil.kernels.availability import available_kernels
 from numerics import output_error, quantize
 from perfmodel.kernels import KERNELS
 
 # FP8 kernels whose emulation and call `hil.exactness` knows.
-MEASURABLE = tuple(name for name in CASES if name in KERNELS and KERNELS[name].kind == "gemm" and KERNELS[name].is_fp8)
+MEASURABLE = available_kernels(n for n in CASES if n in KERNELS and KERNELS[n].kind == "gemm" and KERNELS[n].is_fp8)
 # Rows and columns of a result that are looked at.
 SAMPLED = 128
 

@@ -18,8 +18,9 @@ class Fidelity:
     """What is known of a kernel's emulation.
 
     Attributes:
-        level: `exact`: every output compared was equal to the last bit. `close`: equal once the parts are known that cuBLAS
-            splits K into; without them within `bound`. `unknown`: not compared.
+        level: `exact`: every output compared was equal to the last bit, given K's parts where the note says who names them.
+            `close`: equal once the parts are known that cuBLAS splits K into; without them within `bound`. `unknown`: not
+            compared.
         bound: Relative Frobenius distance to what is emulated without knowing the parts, above all that was seen; now and then
             cuBLAS leaves the last of K out (`numerics.tensor_core.split_parts`), which is not in it. None for unknown.
         note: In words.
@@ -49,6 +50,10 @@ _KERNELS: dict[str, _Kernel] = {
     "torch/fp8_block128": _Kernel(5120, 132 * 64 * 32, 2e-6, _PARTS),
     "torch/fp8_grouped_rowwise_fast": _Kernel(note="a's scale is applied before b's: emulate b by a"),
     "torch/fp8_grouped_rowwise_split": _Kernel(note="a's scale is applied before b's: emulate b by a"),
+    **dict.fromkeys(
+        ("loka/fp8_tensorwise_fast", "loka/fp8_tensorwise_split", "loka/fp8_rowwise_fast", "loka/fp8_rowwise_split"),
+        _Kernel(note="given K's parts, which follow from the shape alone: perfmodel.gemm_plan"),
+    ),
     "torch/bf16": _Kernel(2560, 2**21, 1e-3, f"{_PARTS}; as bf16_matmul"),
     "torch/bf16_batched": _Kernel(note="as bf16_matmul"),
 }

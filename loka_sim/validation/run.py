@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loka_sim import calibration
+from loka_sim.dispatch.operands import Toolbox
 from loka_sim.errors import UserError
 from loka_sim.files import write_text_atomic
 from loka_sim.validation import measuring
@@ -183,7 +184,7 @@ class Validation:
         observed = later.result()
         if isinstance(observed, str):
             return {"rows": [], "note": observed, "complete": False}
-        rows, seen = tensors.compare(observed, deadline)
+        rows, seen = tensors.compare(observed, deadline, Toolbox.of(self.request.libraries))
         note = f"{observed.origin}; {seen} of {len(observed.tensors)} sites"
         return {"rows": rows, "note": note, "complete": seen == len(observed.tensors)}
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from loka_sim.dispatch.operands import TORCH, Toolbox
 from loka_sim.validation.runnable import Runnable
 
 if TYPE_CHECKING:
@@ -102,8 +103,8 @@ def _matrices(seen: dict[str, list[Tensor]]) -> dict[str, tuple[Tensor, Tensor, 
     }
 
 
-def compare(observed: Observed, deadline: float) -> tuple[list[dict[str, Any]], int]:
-    """Measure every FP8 kernel on every pass of every site, until the deadline: a row each for the document, sites seen.
+def compare(observed: Observed, deadline: float, toolbox: Toolbox = TORCH) -> tuple[list[dict[str, Any]], int]:
+    """Measure torch's FP8 kernels and a toolbox's on every pass of every site, until the deadline: document's rows, sites seen.
 
     Sites take turns from both ends of the model, so that a short time sees its first and its last layers.
     """
@@ -111,7 +112,7 @@ def compare(observed: Observed, deadline: float) -> tuple[list[dict[str, Any]], 
     from loka_sim.dispatch.accuracy import Errors
     from loka_sim.dispatch.candidates import SiteShape
 
-    errors, rows = Errors(), list[dict[str, Any]]()
+    errors, rows = Errors(toolbox), list[dict[str, Any]]()
     names = [name for name in observed.tensors if name in observed.statistics]
     ordered = [name for pair in zip(names, reversed(names), strict=True) for name in pair]
     seen = 0

@@ -22,6 +22,15 @@ def test_where_k_is_not_split_a_kernel_is_exact():
     assert fidelity("torch/fp8_tensorwise_fast", (64, 64, 65536)).level == "close"
 
 
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("how", ["fast", "split"])
+def test_our_gemms_are_exact_given_their_plan(scaling, how):
+    """As tests/gpu/test_loka_kernels.py compares them on an H200, with the parts that `perfmodel.gemm_plan` names."""
+    for shape in (None, (64, 64, 65536)):
+        found = fidelity(f"loka/fp8_{scaling}_{how}", shape)
+        assert (found.level, found.bound) == ("exact", 0.0) and "perfmodel.gemm_plan" in found.note
+
+
 @pytest.mark.parametrize("row", json.loads(MEASURED.read_text())["rows"], ids=lambda row: row["kernel"])
 def test_measurements_bear_it_out(row):
     """Every output equal; no distance above the bound that is stated for a blind emulation."""
