@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 KIND = "loka-sim/step"
+TABLE = "table"
+LABELS = {TABLE: "the dispatch table", DECISION: "loka-sim's decision", BF16: "bf16"}
 _DENSE_WORDS = {
     "ddp": "all-reduces of dense gradients",
     "fsdp": "gathers and reduce-scatters of dense parameters",
@@ -100,14 +102,19 @@ def in_words(found: Communication) -> str:
     )
 
 
-def step_document(answer: WhatIf) -> dict[str, Any]:
-    """The document of `loka-sim step`: both steps' summaries and what is exchanged (schemas/step.schema.json)."""
+def step_document(answer: WhatIf, table: Timeline | None = None) -> dict[str, Any]:
+    """The document of `loka-sim step`: summaries of its steps and what is exchanged (schemas/step.schema.json).
+
+    Args:
+        answer: The what-if.
+        table: The step under a dispatch table, where one was given (`loka_sim.table_step`).
+    """
     from loka_sim.document import command, rounded
 
     found = answer.communication
     words = command(answer.settings)
     words[1] = "step"
-    timelines = {name: summary(answer.timelines[name]) for name in (BF16, DECISION)}
+    timelines = {name: summary(made) for name, made in _all(answer, table).items()}
     calls = () if found is None else found.calls
     return rounded(
         {
@@ -143,21 +150,25 @@ def _statements(answer: WhatIf) -> list[dict[str, str]]:
     return [{"level": level, "text": said} for level, said in statements(answer)]
 
 
-def trace(answer: WhatIf, command: str) -> dict[str, Any]:
-    """Both steps as a Chrome trace, see `perfmodel.trace`."""
+def _all(answer: WhatIf, table: Timeline | None) -> dict[str, Timeline]:
+    return {**answer.timelines, **({TABLE: table} if table else {})}
+
+
+def trace(answer: WhatIf, command: str, table: Timeline | None = None) -> dict[str, Any]:
+    """All steps as a Chrome trace, see `perfmodel.trace`."""
     about: Mapping[str, Any] = {
         "model": answer.spec.name, "batch": answer.settings.batch, "gpus": answer.settings.gpus,
         "hardware": answer.hardware["name"], "command": command, "loka_sim_version": loka_sim.__version__,
     }  # fmt: skip
-    names = {DECISION: "loka-sim's decision", BF16: "bf16"}
-    return chrome_trace({label: answer.timelines[name] for name, label in names.items()}, about)
+    made = _all(answer, table)
+    return chrome_trace({label: made[name] for name, label in LABELS.items() if name in made}, about)
 
 
-def write_trace(answer: WhatIf, path: Path, command: str) -> None:
+def write_trace(answer: WhatIf, path: Path, command: str, table: Timeline | None = None) -> None:
     """Write `trace`, compressed where the name ends in .gz, which Perfetto opens too.
 
     Raises:
         UserError: the file cannot be written.
     """
-    payload = json.dumps(trace(answer, command), allow_nan=False, separators=(",", ":")).encode()
+    payload = json.dumps(trace(answer, command, table), allow_nan=False, separators=(",", ":")).encode()
     write_bytes_atomic(path, gzip.compress(payload, mtime=0) if path.suffix == ".gz" else payload)

@@ -9,13 +9,13 @@ the backward is through.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from loka_sim.communication import Collective, Communication, Unit
 from loka_sim.dispatch.candidates import Row
-from loka_sim.dispatch.cost import Time, Times
+from loka_sim.dispatch.cost import Time
 from perfmodel.kernels import KERNELS
 from perfmodel.timeline import COMPUTE, Op, Timeline, schedule
 
@@ -55,26 +55,38 @@ class Piece:
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-def site_pieces(sites: Sequence[SiteDecision], times: Times, step: str = DECISION) -> list[Piece]:
+Launched = Callable[["SiteDecision", str], Sequence[Row]]
+"""What a site's pass launches, in order."""
+
+
+def in_bf16(site: SiteDecision, name: str) -> Sequence[Row]:
+    """A pass of the model as it is."""
+    return [Row(site.shape.bf16()[name], *site.shape.gemm(name))]
+
+
+def as_decided(site: SiteDecision, name: str) -> Sequence[Row]:
+    """A pass as the what-if decided: quantization, then its GEMM."""
+    gemm, *quantize = site.passes[name].rows
+    return [*quantize, gemm]
+
+
+LAUNCHED: Mapping[str, Launched] = {BF16: in_bf16, DECISION: as_decided}
+
+
+def site_pieces(sites: Sequence[SiteDecision], times: Mapping[Row, Time], launched: Launched) -> list[Piece]:
     """Kernels of all sites, forward in order and backward in reverse; a forward that runs again stands in the backward.
 
     Args:
         sites: The what-if's.
-        times: Its kernel times.
-        step: `decision`, or `bf16` for the model as it is.
+        times: Of every row.
+        launched: What each pass launches.
     """
 
     def piece(phase: str, site: SiteDecision, what: str, row: Row) -> Piece:
         details = {"kernel": row.kernel, "m": row.m, "n": row.n, "k": row.k, "groups": row.groups}
         kind = KERNELS[row.kernel].kind
         shown = f"{site.site.name} {what}" if kind in ("gemm", "batched_gemm") else f"{site.site.name} {what}: {row.kernel}"
-        return Piece(phase, shown, kind, times.of[row], site.site.name, str(tuple(row)), details)
-
-    def launched(site: SiteDecision, name: str) -> Iterable[Row]:
-        if step == BF16:
-            return [Row(site.shape.bf16()[name], *site.shape.gemm(name))]
-        gemm, *quantize = site.passes[name].rows
-        return [*quantize, gemm]
+        return Piece(phase, shown, kind, times[row], site.site.name, str(tuple(row)), details)
 
     def run(site: SiteDecision, phase: str) -> list[Piece]:
         beside = [row for row in site.around.rows if row.kernel.endswith("_forward")]
@@ -241,12 +253,16 @@ class _Writer:
         return op.name
 
 
-def timeline(answer: WhatIf, step: str = DECISION, extras: Sequence[Piece] = ()) -> Timeline:
+def timeline(
+    answer: WhatIf, launched: Launched, times: Mapping[Row, Time] | None = None, extras: Sequence[Piece] = ()
+) -> Timeline:
     """The schedule of a what-if's step.
 
     Args:
         answer: The what-if.
-        step: `decision`, or `bf16` for the model as it is.
+        launched: What each pass launches: `in_bf16`, `as_decided`, or what a table says.
+        times: Of every row; None for the what-if's own.
         extras: Kernels that no site launches.
     """
-    return schedule(plan([*site_pieces(answer.sites, answer.times, step), *extras], answer.communication))
+    pieces = site_pieces(answer.sites, answer.times.of if times is None else times, launched)
+    return schedule(plan([*pieces, *extras], answer.communication))

@@ -28,7 +28,7 @@ from loka_sim.dispatch.torchao_plan import convertible, expressible
 from loka_sim.errors import UserError, expected_of_lower_floors
 from loka_sim.modelspec import ModelSpec, Site
 from loka_sim.sources import Distributions, distributions, model_spec
-from loka_sim.step_plan import BF16, DECISION, timeline
+from loka_sim.step_plan import LAUNCHED, timeline
 from perfmodel.kernels import KERNELS
 from perfmodel.timeline import Timeline
 from perfmodel.topology import Cluster
@@ -156,7 +156,7 @@ class WhatIf:
     @cached_property
     def timelines(self) -> Mapping[str, Timeline]:
         """One training step on one of the GPUs, compute and communication: `bf16` and as decided (`decision`)."""
-        return {name: timeline(self, name) for name in (BF16, DECISION)}
+        return {name: timeline(self, launched) for name, launched in LAUNCHED.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """The `--json` document, see schemas/whatif.schema.json."""

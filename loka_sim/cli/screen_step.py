@@ -7,7 +7,7 @@ from typing import Any
 
 from loka_sim.cli.output import Style, figure, table, wrap
 
-_LABELS = {"bf16": "bf16", "decision": "loka-sim's decision"}
+_LABELS = {"bf16": "bf16", "decision": "loka-sim's decision", "table": "the table"}
 _WORDS = {"all_to_all": "all-to-all", "all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
 _MOST_CALLS = 10
 
@@ -21,9 +21,10 @@ def step_screen(document: dict[str, Any], style: Style, trace: Path | None = Non
         trace: The trace that was written, if any.
     """
     lines = [style(line, "dim") for line in wrap(_subject(document), "", "  ")]
-    decided = document["steps"]["decision"]
+    decided = _shown(document)
     ends = f"[{decided['step_low_us']:,.0f}, {decided['step_high_us']:,.0f}]"
-    lines += ["", style(f"step {decided['step_us']:,.0f} us {ends}, {document['speedup']:.2f}x faster than in bf16", "bold"), ""]
+    speedup = document["steps"]["bf16"]["step_us"] / decided["step_us"]
+    lines += ["", style(f"step {decided['step_us']:,.0f} us {ends}, {speedup:.2f}x faster than in bf16", "bold"), ""]
     lines += [*_streams(document, style), "", *_kinds(document, style)]
     if document["collectives"]:
         lines += ["", *_calls(document, style)]
@@ -51,7 +52,7 @@ def _subject(document: dict[str, Any]) -> str:
 
 def _streams(document: dict[str, Any], style: Style) -> list[str]:
     names = list(dict.fromkeys(name for step in document["steps"].values() for name in step["streams"]))
-    rows = [("us", *_LABELS.values())]
+    rows = [("us", *(_LABELS[name] for name in document["steps"]))]
     rows.append(("step", *(f"{step['step_us']:,.0f}" for step in document["steps"].values())))
     for name in names:
         cells = []
@@ -61,13 +62,19 @@ def _streams(document: dict[str, Any], style: Style) -> list[str]:
         rows.append((f"{name}, busy", *cells))
     if len(names) > 1:
         rows.append(("communication, exposed", *(f"{step['exposed_us']:,.0f}" for step in document["steps"].values())))
-    head, *body = table(rows, "lrr")
+    head, *body = table(rows, "l" + "r" * len(document["steps"]))
     return [style(head, "dim"), *body]
 
 
+def _shown(document: dict[str, Any]) -> dict[str, Any]:
+    """The step that was asked about: the table's where one was given."""
+    steps: dict[str, Any] = document["steps"]
+    return steps.get("table", steps["decision"])  # type: ignore[no-any-return]
+
+
 def _kinds(document: dict[str, Any], style: Style) -> list[str]:
-    decided = document["steps"]["decision"]
-    rows = [("as decided", "us", "on the critical path")]
+    decided = _shown(document)
+    rows = [("as the table says" if "table" in document["steps"] else "as decided", "us", "on the critical path")]
     for kind, us in decided["kinds_us"].items():
         rows.append((_WORDS.get(kind, kind), figure(us), f"{decided['critical_us'].get(kind, 0.0) / decided['step_us']:.0%}"))
     head, *body = table(rows, "lrr")

@@ -19,6 +19,7 @@ def add(verbs: Any) -> None:
         epilog="Traces open in https://ui.perfetto.dev and chrome://tracing.",
     )
     add_question(verb)
+    verb.add_argument("--table", metavar="FILE|DIR", help="a dispatch table, or a run folder with one: its step too")
     verb.add_argument("--json", action="store_true", help="print every figure as JSON")
     verb.add_argument("--trace", type=Path, metavar="FILE", help="write both steps as a Chrome trace (JSON)")
     verb.set_defaults(run=run)
@@ -31,9 +32,14 @@ def run(arguments: argparse.Namespace) -> int:
     from loka_sim.step_document import step_document, write_trace
 
     answer = ask(arguments)
-    document = step_document(answer)
+    table = None
+    if arguments.table is not None:
+        from loka_sim.table_step import table_timeline
+
+        table = table_timeline(answer, arguments.table)
+    document = step_document(answer, table)
     if arguments.trace is not None:
-        write_trace(answer, arguments.trace, document["command"])
+        write_trace(answer, arguments.trace, document["command"], table)
     if arguments.json:
         print_json(document)
     else:

@@ -14,7 +14,20 @@ from loka_sim.errors import UserError
 from loka_sim.modelspec import Dim, ModelSpec, Site, linear_passes
 from loka_sim.schemas import problem
 from loka_sim.step_document import step_document, write_trace
-from loka_sim.step_plan import BACKWARD, BF16, DECISION, FORWARD, LOOKUP, LOSS, OPTIMIZER, TABLE_UPDATE, Piece, plan, timeline
+from loka_sim.step_plan import (
+    BACKWARD,
+    BF16,
+    DECISION,
+    FORWARD,
+    LOOKUP,
+    LOSS,
+    OPTIMIZER,
+    TABLE_UPDATE,
+    Piece,
+    as_decided,
+    plan,
+    timeline,
+)
 from perfmodel.timeline import COMPUTE, schedule
 
 
@@ -160,7 +173,7 @@ def test_a_checkpointed_forward_runs_again_in_the_backward(made_up):
 
 def test_extras_stand_in_their_phases(answer):
     extras = [piece(LOSS, "loss", 10.0), piece(OPTIMIZER, "adam", 20.0)]
-    made = timeline(answer, DECISION, extras)
+    made = timeline(answer, as_decided, extras=extras)
     order = [op.name for op in made.ops]
     backward = next(op.name for op in made.ops if op.details.get("phase") == BACKWARD)
     assert order.index("loss") < order.index(backward) and order[-1] == "adam"
@@ -249,3 +262,33 @@ def test_a_trace_that_cannot_be_written(answer, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write"):
         write_trace(answer, tmp_path / "file" / "t.json", "")
+
+
+def test_a_dispatch_tables_own_step(capsys, made_up, made_up_model, tmp_path):
+    """The table of the decision runs the decision's step; one in bf16 alone the bf16 step; another model's is refused."""
+    from loka_sim.modelspec import save
+
+    save(made_up_model, tmp_path / "m.json")
+    model = str(tmp_path / "m.json")
+    run(capsys, "whatif", model, "--out", str(tmp_path / "run"))
+    run(capsys, "whatif", model, "--min-speedup", "10", "--out", str(tmp_path / "none"))
+    for folder, same in (("run", "decision"), ("none", "bf16")):
+        words = ["step", model, "--gpus", "16", "--table", str(tmp_path / folder)]
+        code, out, err = run(capsys, *words, "--json", "--trace", str(tmp_path / "t.json"))
+        assert code == 0, err
+        document = json.loads(out)
+        assert problem(document, "step") is None
+        assert document["steps"]["table"] == document["steps"][same]
+        trace = json.loads((tmp_path / "t.json").read_text())
+        names = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
+        assert names == ["the dispatch table", "loka-sim's decision", "bf16"]
+        code, out, _ = run(capsys, *words)
+        assert code == 0 and "as the table says" in out and max(map(len, out.splitlines())) <= 100
+    assert document["steps"]["decision"]["step_us"] < document["steps"]["bf16"]["step_us"]
+    code, _, err = run(capsys, "step", "wukong-small", "--table", str(tmp_path / "run"))
+    assert code == 3 and "is of made-up" in err and "not of wukong-small" in err
+    table = json.loads((tmp_path / "run" / "dispatch_table.json").read_text())
+    table["sites"] = table["sites"][1:]
+    (tmp_path / "less.json").write_text(json.dumps(table))
+    code, _, err = run(capsys, "step", model, "--table", str(tmp_path / "less.json"))
+    assert code == 3 and "says nothing of site bottom.0, output" in err

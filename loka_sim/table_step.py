@@ -1,0 +1,71 @@
+"""A training step under a dispatch table: the timeline of what a file says, not of what would be decided now."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from loka_sim.calibration import load as load_calibration
+from loka_sim.dispatch.candidates import Row, illegal, launches
+from loka_sim.dispatch.cost import Times
+from loka_sim.dispatch.operands import LIBRARIES, Toolbox
+from loka_sim.dispatch.table import load
+from loka_sim.errors import DataError, expected_of_lower_floors
+from loka_sim.step_plan import timeline
+from perfmodel.timeline import Timeline
+
+if TYPE_CHECKING:
+    from loka_sim.whatif import SiteDecision, WhatIf
+
+
+def table_timeline(answer: WhatIf, path: str | Path) -> Timeline:
+    """The schedule of a step whose sites run what a dispatch table says, at the what-if's batch and on its GPUs.
+
+    Args:
+        answer: The what-if of the same model.
+        path: The table, or a run folder that holds one.
+
+    Raises:
+        DataError: the table is damaged, of another model, or names a kernel that a site cannot run or that has no time.
+    """
+    import perfmodel
+
+    table = load(path)
+    mend = "make one with `loka-sim whatif MODEL --out DIR`"
+    if table["model"]["fingerprint"] != answer.spec.fingerprint:
+        raise DataError(
+            f"--table {path} is of {table['model']['name']} ({table['model']['fingerprint']}), "
+            f"not of {answer.spec.name} ({answer.spec.fingerprint}); {mend}"
+        )
+    said = {site["name"]: site["passes"] for site in table["sites"]}
+    settings = answer.settings
+    calibration = None if settings.calibration is None else load_calibration(settings.calibration).path
+    with expected_of_lower_floors():
+        model = perfmodel.load(settings.hardware, calibration)
+    major, minor = model.hardware.capability
+    torch, every = (Toolbox.of(names, model.manifest["kernels"], (major, minor)) for names in (("torch",), LIBRARIES))
+    rows: dict[str, dict[str, tuple[Row, ...]]] = {}
+    for site in answer.sites:
+        passes = said.get(site.site.name, {})
+        missing = [name for name in site.shape.names if name not in passes]
+        if missing:
+            raise DataError(f"--table {path} says nothing of site {site.site.name}, {missing[0]}; {mend}")
+        kernels = {name: str(passes[name]["kernel"]) for name in site.shape.names}
+        # What makes the operands is said too, but by older versions, which knew torch's quantizers alone.
+        makers = {maker for name in kernels for maker in passes[name].get("quantizers", {}).values()}
+        toolbox = replace(torch, quantizers=tuple(sorted(makers))) if makers else torch
+        for name, kernel in kernels.items():
+            for one in {kernel, *makers} - set(model.manifest["kernels"]):
+                raise DataError(f"--table {path}: {one} has no time on {settings.hardware}; choose another calibration")
+            if reason := illegal(site.shape, name, kernel, every):
+                raise DataError(f"--table {path}: site {site.site.name}, {name} cannot run {kernel} at this batch: {reason}")
+        rows[site.site.name] = launches(site.shape, kernels, toolbox)
+    wanted = {row for passes in rows.values() for launched in passes.values() for row in launched}
+    times = {**answer.times.of, **Times.predict(model, wanted - set(answer.times.of)).of}
+
+    def launched(site: SiteDecision, name: str) -> list[Row]:
+        gemm, *quantize = rows[site.site.name][name]
+        return [*quantize, gemm]
+
+    return timeline(answer, launched, times)
