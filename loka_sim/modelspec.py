@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 PASSES = ("output", "grad_input", "grad_weight")
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""2 adds `fused`; files of version 1 are read."""
 
 
 @dataclass(frozen=True, order=True)
@@ -178,6 +179,47 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Fused:
+    """A memory-bound kernel as a compiler makes it of everything between the GEMMs.
+
+    Attributes:
+        phase: `forward` or `backward`.
+        kind: `pointwise`, `gather` (pointwise, rows looked up), `row` (reduces along memory), `column` (reduces across
+            it), `both` (reduces the same elements both ways), `scatter` (adds at indices), `fill`, `external` (a library's own).
+        label: The aten operators in it.
+        kept: Elements of its result's iteration space.
+        reduced: Elements reduced for each of them; 1 for none.
+        read_bytes: Bytes read, each buffer once.
+        written_bytes: Bytes written.
+        unordered_bytes: Of all these bytes, those that are read or written in another order than they lie in.
+        count: How many such kernels a step runs.
+    """
+
+    phase: str
+    kind: str
+    label: str
+    kept: Dim
+    reduced: Dim
+    read_bytes: Dim
+    written_bytes: Dim
+    unordered_bytes: Dim
+    count: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """The kernel as a file holds it."""
+        plain = {key: value.to_json() if isinstance(value, Dim) else value for key, value in vars(self).items()}
+        return {key: value for key, value in plain.items() if (key, value) not in (("reduced", 1), ("count", 1))}
+
+    @classmethod
+    def from_dict(cls, document: dict[str, Any]) -> Fused:
+        """The reverse of `to_dict`, of a valid document."""
+        sizes = ("kept", "reduced", "read_bytes", "written_bytes", "unordered_bytes")
+        dims = {key: Dim.parse(document.get(key, int(key == "reduced"))) for key in sizes}
+        label, count = document.get("label", ""), document.get("count", 1)
+        return cls(phase=document["phase"], kind=document["kind"], label=label, count=count, **dims)
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """What the what-if needs to know of a model.
 
@@ -188,6 +230,8 @@ class ModelSpec:
         tables: Embedding tables.
         dense_parameters: Trainable parameters outside embedding tables (all-reduced over GPUs).
         unaccounted: Names of what the capture saw and could not account for, each with why.
+        fused: Every other kernel of a compiled forward and backward, in bf16, tables' gradients left out; empty where it
+            is not known.
         source: Where it came from (zoo name, import path, file).
     """
 
@@ -198,6 +242,7 @@ class ModelSpec:
     dense_parameters: int = 0
     unaccounted: tuple[str, ...] = ()
     source: str = ""
+    fused: tuple[Fused, ...] = ()
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def at_batch(self, batch: int) -> ModelSpec:
@@ -228,6 +273,7 @@ class ModelSpec:
             "dense_parameters": self.dense_parameters,
             "tables": [dict(vars(table)) for table in self.tables],
             "sites": [site.to_dict() for site in self.sites],
+            "fused": [kernel.to_dict() for kernel in self.fused],
             "unaccounted": list(self.unaccounted),
         }
 
@@ -254,6 +300,7 @@ class ModelSpec:
             ),
             dense_parameters=int(document.get("dense_parameters", 0)),
             unaccounted=tuple(document.get("unaccounted", ())),
+            fused=tuple(Fused.from_dict(kernel) for kernel in document.get("fused", ())),
             source=document.get("source", ""),
         )
 

@@ -22,10 +22,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from loka_sim.capture import twin
 from loka_sim.capture.calls import Calls
-from loka_sim.capture.fit import fit_sites, said
+from loka_sim.capture.fit import fit_fused, fit_sites, said
 from loka_sim.capture.record import Recorder, storage
+from loka_sim.capture.trace import traced
 from loka_sim.errors import UserError
-from loka_sim.modelspec import ModelSpec, Table
+from loka_sim.modelspec import Fused, ModelSpec, Table
 
 MULTIPLES = (1, 2, 3)  # two batches fix an affine dimension, the third checks it; multiples keep divisible what was
 
@@ -39,7 +40,7 @@ def capture(
     batch_dim: int = 0,
     batch: int | None = None,
 ) -> ModelSpec:
-    """Record every GEMM of a model's forward and backward, its embedding tables and its parameters.
+    """Record every GEMM of a model's forward and backward, its other kernels, its embedding tables and its parameters.
 
     The model may lie on any device, `meta` among them; it is neither run nor changed: twins of it and of its inputs,
     with shapes and no data, are. Attention is captured as the products that it is made of.
@@ -73,15 +74,30 @@ def capture(
     sites, unaccounted = fit_sites(batches, [run.sites for run in runs])
     counted = [f"{what} ({said(flops, batch)})" for what, flops in first.unaccounted.items()]
     tables, dense = _tables(model, first, batch)
+    fused, problem_of_fused = _fused(model, inputs, loss, batch, batch_dim)
     return ModelSpec(
         name=name or type(model).__name__,
         batch=batch,
         sites=tuple(sites),
         tables=tables,
         dense_parameters=dense,
-        unaccounted=(*unaccounted, *counted),
+        unaccounted=(*unaccounted, *counted, *problem_of_fused),
+        fused=tuple(fused),
         source=f"{type(model).__module__}:{type(model).__qualname__}",
     )
+
+
+def _fused(
+    model: nn.Module, inputs: Any, loss: Callable[[Any], torch.Tensor] | None, batch: int, batch_dim: int
+) -> tuple[list[Fused], list[str]]:
+    """The kernels beside the GEMMs, or a line that says why there are none."""
+    batches = [batch, 2 * batch]
+    try:
+        fused, problem = fit_fused(batches, [traced(model, inputs, loss, batch, size, batch_dim) for size in batches])
+    except Exception as error:  # anything that a model or a tracer may raise: the sites are known all the same
+        reason = (str(error).strip().splitlines() or [""])[0][:160]
+        fused, problem = [], f"{type(error).__name__}: {reason}"
+    return fused, [f"memory-bound kernels: not traced ({problem}); only the dense step can be predicted"] if problem else []
 
 
 class _Failure(Exception):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from loka_sim.capture.fusion import kernels, measured
+from loka_sim.capture.lowering import Lowered
 from loka_sim.capture.record import RawGemm, RawSite
-from loka_sim.modelspec import PASSES, Dim, Gemm, Site
+from loka_sim.modelspec import PASSES, Dim, Fused, Gemm, Site
 
 DIMS = ("m", "n", "k", "groups")
 
@@ -72,3 +75,31 @@ def fit_sites(batches: Sequence[int], runs: Sequence[Sequence[RawSite]]) -> tupl
         extra = [name for name in run if name not in by_name[0]]
         unaccounted += [f"{name}: computed at batch {batch}, not at batch {batches[0]}" for name in extra]
     return sites, unaccounted
+
+
+def line(batches: Sequence[int], sizes: Sequence[int]) -> Dim:
+    """The straight line through two sizes, to whole elements or bytes a sample."""
+    per_batch = max(0, round((sizes[1] - sizes[0]) / (batches[1] - batches[0])))
+    return Dim(sizes[0] - per_batch * batches[0], per_batch)
+
+
+def fit_fused(batches: Sequence[int], runs: Sequence[dict[str, Lowered]]) -> tuple[list[Fused], str]:
+    """The kernels beside the GEMMs over two batches; those that are alike stand in one entry.
+
+    What fuses is decided at the first batch: at another, sizes may be equal by chance.
+
+    Returns:
+        The kernels in the order of their first, and why there are none where there are none.
+    """
+    found: dict[Fused, int] = {}
+    for phase, lowered in runs[0].items():
+        other = runs[1].get(phase, Lowered())
+        if [loop.label for loop in lowered.scheduled] != [loop.label for loop in other.scheduled]:
+            return [], f"the {phase} is computed differently at batch {batches[0]} and {batches[1]}"
+        together = kernels(lowered)
+        for one, two in zip(measured(lowered, together), measured(other, together), strict=True):
+            sizes = [(*raw.space, raw.read_bytes, raw.written_bytes, raw.unordered_bytes) for raw in (one, two)]
+            kept, reduced, read, written, unordered = (line(batches, pair) for pair in zip(*sizes, strict=True))
+            kernel = Fused(phase, one.kind, one.label, kept, reduced, read, written, unordered)
+            found[kernel] = found.get(kernel, 0) + 1
+    return [replace(kernel, count=count) for kernel, count in found.items()], ""

@@ -133,17 +133,23 @@ def hollow_inputs(inputs: Any, device: str, old: int, new: int, batch_dim: int) 
     return pytree.tree_map(twin, inputs)
 
 
-def call(model: nn.Module, inputs: Any) -> Any:
-    """Run the model: a tuple or list are positional arguments, a dict keyword ones where `forward` takes its keys."""
+def arguments(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs as a call takes them: a tuple or list are positional, a dict keyword ones where `forward` takes its keys."""
     if isinstance(inputs, tuple | list):
-        return model(*inputs)
+        return tuple(inputs), {}
     if isinstance(inputs, dict) and all(isinstance(key, str) for key in inputs):
         try:
             inspect.signature(model.forward).bind(**inputs)
         except TypeError:
-            return model(inputs)
-        return model(**inputs)
-    return model(inputs)
+            return (inputs,), {}
+        return (), inputs
+    return (inputs,), {}
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """Run the model on its inputs, see `arguments`."""
+    positional, named = arguments(model, inputs)
+    return model(*positional, **named)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

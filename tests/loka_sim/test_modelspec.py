@@ -147,7 +147,7 @@ def with_site(**changes):
         ({**SMALL, "sites": SMALL["sites"] * 2}, "sites[1].name: 'fc1' stands twice"),
         ({**SMALL, "sites": {}}, "sites: found an object; write a list"),
         ({**SMALL, "batch": 0}, "batch: 0 is less than 1"),
-        ({**SMALL, "schema_version": 2}, "schema_version: version 2 is not known here; write 1"),
+        ({**SMALL, "schema_version": 3}, "schema_version: version 3 is not known here; write 2"),
         ({**SMALL, "tables": [{"name": "t", "rows": 0, "dim": 4}]}, "tables[0].rows: 0 is less than 1"),
         ({**SMALL, "tables": [{"name": "t", "rows": 2, "dim": 4}] * 2}, "tables[1].name: 't' stands twice"),
         ({"batch": 4, "sites": []}, "'name' is missing; add it"),

@@ -1,0 +1,249 @@
+"""Which loops a compiler runs as one kernel, and the bytes that each such kernel moves.
+
+torch.compile's rule: two loops become one where they run over the same elements and share a buffer, read in the same
+order, unless something between them cannot join. A reduction along memory joins with loops over its input or over its
+result; one across memory (the gradient of a bias) only with its like. GEMMs, library calls and fills stay alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from loka_sim.capture.lowering import Lowered, Scheduled
+
+MOST_FUSED = 64  # torch._inductor.config.max_fusion_size
+# torch._inductor.scheduler.MixOrderReduction, torch 2.11 and 2.13.
+BOTH_WAYS_ELEMENTS, BOTH_WAYS_ROWS, BOTH_WAYS_COLUMNS = 5 * 2**20, 4096, 16 * 1024
+BOTH = "both"
+NEIGHBOURS = 4  # of the readers of one buffer, how many later ones each is tried with
+ALONE = ("gemm", "external", "fill", "place")
+
+
+@dataclass
+class RawGroup:
+    """One kernel at one batch.
+
+    Attributes:
+        kind: pointwise, row, column, both (row and column), scatter, fill, external; `gather` where a pointwise kernel looks
+            rows up.
+        label: Operators in it, first to last.
+        space: Elements kept and elements reduced for each of them.
+        read_bytes: Distinct bytes read.
+        written_bytes: Bytes written.
+        unordered_bytes: Of all these, those read or written in another order than they lie.
+    """
+
+    kind: str
+    label: str
+    space: tuple[int, int]
+    read_bytes: int
+    written_bytes: int
+    unordered_bytes: int
+
+
+@dataclass
+class _Group:
+    members: list[Scheduled]
+    space: tuple[int, int]
+    kind: str
+    before: int = 0  # bit set of the groups that must run earlier
+    reads: set[int] = field(default_factory=set)
+    writes: set[int] = field(default_factory=set)
+
+
+def _joined_space(first: _Group, second: _Group) -> tuple[int, int] | None:
+    """The iteration space of both as one kernel, or None where they cannot be one."""
+    if first.kind in ALONE or second.kind in ALONE:
+        return None
+    if "column" in (first.kind, second.kind):
+        if first.kind == second.kind:
+            return first.space if first.space == second.space else None
+        return _both_ways(first, second)
+    if BOTH in (first.kind, second.kind):
+        # What such a kernel needs must be there; what uses its results may join.
+        both, other = (first, second) if first.kind == BOTH else (second, first)
+        return both.space if other.kind == "pointwise" and not other.writes & both.reads and _fits(both, other) else None
+    if "row" in (first.kind, second.kind):
+        row, other = (first, second) if first.kind == "row" else (second, first)
+        if other.kind == "row":
+            return row.space if row.space == other.space else None
+        return row.space if _fits(row, other) else None
+    if first.kind == second.kind == "scatter":
+        return None
+    return first.space if first.space[0] == second.space[0] else None
+
+
+def _joined_kind(first: str, second: str) -> str:
+    kinds = {first, second}
+    if BOTH in kinds or kinds == {"row", "column"}:
+        return BOTH
+    return next((kind for kind in ("row", "scatter") if kind in kinds), first)
+
+
+def _fits(row: _Group, other: _Group) -> bool:
+    """Whether a loop runs over a reduction's input or over its result."""
+    return other.space[0] in (row.space[0] * row.space[1], row.space[0])
+
+
+def _both_ways(first: _Group, second: _Group) -> tuple[int, int] | None:
+    """Reductions of the same elements along memory and across it are one kernel where that is worth it."""
+    row, column = (first, second) if first.kind == "row" else (second, first)
+    kept, reduced = row.space
+    fits = row.kind == "row" and column.space == (reduced, kept)
+    enough = kept * reduced >= BOTH_WAYS_ELEMENTS and kept >= max(BOTH_WAYS_ROWS, 2 * reduced) and reduced <= BOTH_WAYS_COLUMNS
+    sums = all(loop.label in ("sum", "prod") for loop in column.members if loop.kind == "column")
+    return row.space if fits and enough and sums and row.reads & column.reads else None
+
+
+class _Fusion:
+    def __init__(self, lowered: Lowered) -> None:
+        self.lowered = lowered
+        self.groups: list[_Group | None] = []
+        self.maker: dict[int, int] = {}
+        self.moved: dict[int, int] = {}
+        for loop in lowered.scheduled:
+            index = len(self.groups)
+            reads = {buffer for buffer, _ in loop.reads}
+            group = _Group([loop], loop.space, loop.kind, 0, reads, set(loop.writes))
+            for buffer in reads & self.maker.keys():
+                earlier = self.maker[buffer]
+                other = self.groups[earlier]
+                assert other is not None
+                group.before |= other.before | 1 << earlier
+            self.groups.append(group)
+            self.maker.update(dict.fromkeys(loop.writes, index))
+
+    def run(self) -> list[_Group]:
+        """Reductions of the same first; then producers with what uses them; then loops that only read the same."""
+        reductions = [index for index, group in enumerate(self.groups) if group and group.kind in ("row", "column")]
+        self._same_reads(reductions, ("row", "row"), ("column", "column"))
+        self._same_reads(reductions, ("row", "column"), ("column", "row"))
+        everything = [index for index, group in enumerate(self.groups) if group and group.kind not in ALONE]
+        for index in everything:
+            here = self._where(index)
+            group = self.groups[here]
+            assert group is not None
+            for source in sorted({self.maker[b] for b in group.reads if b in self.maker}, reverse=True):
+                first, second = sorted((self._where(source), here))
+                if first != second and self._fuse(first, second):
+                    here = first
+        self._same_reads(everything)
+        return [group for group in self.groups if group is not None]
+
+    def _same_reads(self, indices: list[int], *kinds: tuple[str, str]) -> None:
+        """Fuse groups that read the same part of a buffer, of all kinds or of these pairs."""
+        readers: dict[tuple[int, str], list[int]] = {}
+        for index in sorted({self._where(index) for index in indices}):
+            group = self.groups[index]
+            assert group is not None
+            for key in sorted({key for loop in group.members for key in loop.reads}):
+                readers.setdefault(key, []).append(index)
+        for _, found in sorted(readers.items()):
+            for position, first in enumerate(found):
+                for second in found[position + 1 : position + 1 + NEIGHBOURS]:
+                    one, other = sorted((self._where(first), self._where(second)))
+                    if one != other and (not kinds or (self._kind(one), self._kind(other)) in kinds):
+                        self._fuse(one, other)
+
+    def _kind(self, index: int) -> str:
+        group = self.groups[index]
+        assert group is not None
+        return group.kind
+
+    def _where(self, index: int) -> int:
+        while self.groups[index] is None:
+            index = self.moved[index]
+        return index
+
+    def _fuse(self, first: int, second: int) -> bool:
+        """Make one kernel of two groups, if that is possible; it takes the place of `first`."""
+        one, other = self.groups[first], self.groups[second]
+        assert one is not None and other is not None
+        space = _joined_space(one, other)
+        if space is None or len(one.members) + len(other.members) > MOST_FUSED:
+            return False
+        for reader, writer in ((other, one), (one, other)):
+            for loop in reader.members:
+                for (buffer, _), access in loop.reads.items():
+                    if buffer in writer.writes and not (access.whole and (loop.turns or not access.turned)):
+                        return False
+        # No third group may have to run after one of them and before the other.
+        between = (one.before | other.before) & ~(1 << first | 1 << second)
+        index, rest = 0, between
+        while rest:
+            if rest & 1:
+                middle = self.groups[index]
+                if middle is not None and middle.before & (1 << first | 1 << second):
+                    return False
+            rest >>= 1
+            index += 1
+        one.members += other.members
+        one.space = space
+        one.kind = _joined_kind(one.kind, other.kind)
+        one.reads |= other.reads
+        one.writes |= other.writes
+        one.before = between
+        self.groups[second] = None
+        self.moved[second] = first
+        for buffer in other.writes:
+            self.maker[buffer] = first
+        old, new = 1 << second, 1 << first
+        for group in self.groups:
+            if group is not None and group is not one:
+                if group.before & old:
+                    group.before = group.before & ~old | new
+                if group.before & new:
+                    group.before |= between
+        return True
+
+
+def kernels(lowered: Lowered) -> list[list[int]]:
+    """Which loops run together: indices into `lowered.scheduled`, in the order of each kernel's first; GEMMs left out."""
+    position = {id(loop): index for index, loop in enumerate(lowered.scheduled)}
+    groups = _Fusion(lowered).run()
+    return [sorted(position[id(loop)] for loop in group.members) for group in groups if group.kind not in ("gemm", "place")]
+
+
+def measured(lowered: Lowered, together: list[list[int]]) -> list[RawGroup]:
+    """What each kernel moves.
+
+    Args:
+        lowered: A graph's loops, at any batch.
+        together: Which of them run together, as `kernels` found it at one batch.
+    """
+    loops = lowered.scheduled
+    of = {index: number for number, members in enumerate(together) for index in members}
+    users: dict[int, set[int]] = {}
+    for index, loop in enumerate(loops):
+        for buffer, _ in loop.reads:
+            users.setdefault(buffer, set()).add(of.get(index, -1))
+    return [_measured(lowered, [loops[index] for index in members], number, users) for number, members in enumerate(together)]
+
+
+def _measured(lowered: Lowered, loops: list[Scheduled], number: int, users: dict[int, set[int]]) -> RawGroup:
+    made = {buffer: size for loop in loops for buffer, size in loop.writes.items()}
+    kept = {buffer for buffer in made if buffer in lowered.outputs or users.get(buffer, set()) - {number}}
+    parts: dict[int, dict[str, int]] = {}
+    unordered: set[int] = set()
+    # A loop that could run in either order runs in that of the others, and then it is what it writes that is turned.
+    follows = len(loops) > 1 and not all(loop.turns for loop in loops)
+    turned_writes = sum(size for loop in loops if follows and loop.turns for b, size in loop.writes.items() if b in kept)
+    for loop in loops:
+        for (buffer, part), access in loop.reads.items():
+            if buffer not in made:
+                sizes = parts.setdefault(buffer, {})
+                sizes[part] = max(sizes.get(part, 0), access.read_bytes)
+                if access.turned and not (follows and loop.turns):
+                    unordered.add(buffer)
+    # Parts of a buffer may overlap: together they are no more than all of it.
+    read = {buffer: min(sum(sizes.values()), max(lowered.sizes[buffer], *sizes.values())) for buffer, sizes in parts.items()}
+    kinds = {loop.kind for loop in loops}
+    kind = next((kind for kind in ("row", "column", "scatter", "external", "fill") if kind in kinds), "pointwise")
+    space = next((loop.space for loop in loops if loop.kind == kind), loops[0].space)
+    if kinds >= {"row", "column"}:
+        kind = BOTH
+    if kind == "pointwise" and any(loop.gathers for loop in loops):
+        kind = "gather"
+    label = " ".join(dict.fromkeys(loop.label for loop in loops))
+    written = sum(made[buffer] for buffer in kept)
+    return RawGroup(kind, label, space, sum(read.values()), written, turned_writes + sum(read[b] for b in unordered))

@@ -1,0 +1,437 @@
+"""From an aten graph to the buffers that a compiler materializes: which results are written, and what each reads.
+
+Follows the rules of torch.compile's lowering: a pointwise result is computed inside whatever uses it, and written only
+for a GEMM or another library call, as an output of the graph, or where several uses would each repeat more than
+`MOST_READS` reads or `MOST_OPERATIONS` operations; reductions, scatters and concatenations of many parts are written. Views
+cost nothing and narrow what is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+# torch._inductor.config, alike in torch 2.11 and 2.13: realize_reads_threshold, realize_opcount_threshold,
+# realize_acc_reads_threshold, and the inputs up to which a concatenation is computed where it is used.
+MOST_READS, MOST_OPERATIONS, MOST_READS_AT_ALL, MOST_JOINED = 4, 30, 8, 8
+
+WHOLE_VIEWS = set("view reshape _unsafe_view unsqueeze squeeze alias detach lift_fresh squeeze_dims permute transpose t".split())
+OTHER_VIEWS = set("select slice split split_with_sizes as_strided diagonal unbind unfold narrow expand getitem".split())
+VIEWS = WHOLE_VIEWS | OTHER_VIEWS
+GEMMS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
+REDUCTIONS = set("sum mean amax amin var_mean var std argmax argmin any all prod logsumexp max min std_mean norm".split())
+GATHERS = {"embedding": 0, "index": 0, "index_select": 0, "gather": 0, "_unsafe_index": 0, "_unsafe_masked_index": 0, "take": 0}
+SCATTERS = set(
+    "index_put _unsafe_index_put _unsafe_masked_index_put_accumulate scatter_add scatter scatter_reduce index_put_".split()
+)
+FILLS = set("full zeros ones empty new_zeros new_full new_ones full_like zeros_like ones_like scalar_tensor new_empty".split())
+FREE = set("iota arange rand rand_like randn randn_like bernoulli empty_like inductor_seeds inductor_random".split()) | FILLS
+# Library calls and scans: their operands must be there, their result is written, nothing fuses into them.
+EXTERNAL = set(
+    "index_add sort topk cumsum cumprod nonzero convolution convolution_backward unique _unique2 searchsorted bucketize "
+    "_embedding_bag _embedding_bag_dense_backward _embedding_bag_forward_only embedding_dense_backward multinomial "
+    "max_pool2d_with_indices avg_pool2d repeat_interleave masked_scatter".split()
+)
+
+
+@dataclass(frozen=True)
+class Access:
+    """One reading of a buffer.
+
+    Attributes:
+        read_bytes: Distinct bytes.
+        whole: Every element of the reader's loop reads its own, so that both may be one loop.
+        turned: The elements lie in another order than the reader's loop runs.
+    """
+
+    read_bytes: int
+    whole: bool
+    turned: bool = False
+
+
+Reads = dict[tuple[int, str], Access]
+"""By buffer, and by which part of it (empty: all of it)."""
+
+
+@dataclass
+class Scheduled:
+    """One loop nest, or one library call, before fusion.
+
+    Attributes:
+        label: The aten operator that ends it.
+        kind: pointwise, row (reduces along memory), column (across it), scatter, fill, gemm, external.
+        space: Elements kept and elements reduced for each of them.
+        reads: What it reads.
+        writes: Bytes of each buffer that it makes.
+        gathers: It reads at indices that data decide.
+    """
+
+    label: str
+    kind: str
+    space: tuple[int, int]
+    reads: Reads
+    writes: dict[int, int]
+    gathers: bool = False
+
+    @property
+    def turns(self) -> bool:
+        """A loop that brings elements into another order and could run in either."""
+        large = [access for access in self.reads.values() if 2 * access.read_bytes >= max(self.writes.values(), default=0)]
+        return self.kind == "pointwise" and bool(large) and all(access.turned and access.whole for access in large)
+
+
+@dataclass
+class _Root:
+    """A result that views share: computed where it is used until it is written."""
+
+    numel: int
+    itemsize: int
+    label: str
+    reads: Reads = field(default_factory=dict)
+    operations: int = 0
+    gathers: bool = False
+    buffer: int | None = None
+
+
+@dataclass(frozen=True)
+class _View:
+    root: _Root
+    part: str
+    numel: int
+    whole: bool
+
+
+@dataclass
+class Lowered:
+    """A graph's loops in order, and the buffers that outlive it.
+
+    Attributes:
+        scheduled: Loops and library calls.
+        sizes: Bytes of every buffer, inputs among them.
+        outputs: Buffers that leave the graph.
+    """
+
+    scheduled: list[Scheduled] = field(default_factory=list)
+    sizes: dict[int, int] = field(default_factory=dict)
+    outputs: set[int] = field(default_factory=set)
+
+
+def value_of(node: fx.Node) -> Any:
+    """The tensor without data, or tuple of such, that a node's result looks like."""
+    return node.meta.get("val", node.meta.get("tensor_meta"))
+
+
+def distinct(tensor: Any) -> int:
+    """Elements that a tensor has in memory: what is expanded counts once."""
+    return math.prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step) if tensor.dim() else 1
+
+
+def operator_name(node: fx.Node) -> str:
+    """`sum`, `index_put`, ...: the aten or prims operator of a call without its overload."""
+    target = node.target
+    packet = getattr(target, "_overloadpacket", target)
+    return str(getattr(packet, "__name__", packet))
+
+
+class Lowering:
+    """Lowers one graph; `run` does it."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        """Start with nothing written."""
+        self.graph = graph
+        self.result = Lowered()
+        self._views: dict[fx.Node, _View | list[_View]] = {}
+
+    def run(self) -> Lowered:
+        """Walk the graph once."""
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                value = value_of(node)
+                if isinstance(value, torch.Tensor):
+                    root = self._root(value, "input")
+                    root.buffer = self._buffer(distinct(value) * value.element_size())
+                    self._views[node] = _View(root, "", value.numel(), True)
+            elif node.op == "call_function":
+                self._call(node)
+            elif node.op == "output":
+                for leaf in node.all_input_nodes:
+                    for view in self._all(leaf):
+                        self.result.outputs.add(self._realize(view))
+        return self.result
+
+    # Buffers and views.
+
+    def _buffer(self, size_bytes: int) -> int:
+        index = len(self.result.sizes)
+        self.result.sizes[index] = size_bytes
+        return index
+
+    @staticmethod
+    def _root(value: Any, label: str) -> _Root:
+        return _Root(distinct(value), value.element_size(), label)
+
+    def _all(self, node: fx.Node) -> list[_View]:
+        found = self._views.get(node, [])
+        return found if isinstance(found, list) else [found]
+
+    def _inputs(self, node: fx.Node) -> list[tuple[_View, bool]]:
+        """Views that a node reads, and whether it reads them in another order than they lie."""
+        value = value_of(node)
+        found = []
+        for source in node.all_input_nodes:
+            turned = isinstance(value, torch.Tensor) and _turned(value_of(source), value)
+            found += [(view, turned) for view in self._all(source)]
+        return found
+
+    def _reads(self, view: _View, turned: bool = False) -> Reads:
+        root = view.root
+        if root.buffer is not None:
+            size = min(view.numel * root.itemsize, self.result.sizes[root.buffer])
+            return {(root.buffer, view.part): Access(size, view.whole, turned)}
+        share = min(1.0, view.numel / max(root.numel, 1))
+        return {
+            (buffer, part or (view.part if share < 1 else "")): Access(
+                math.ceil(access.read_bytes * share), access.whole and view.whole, access.turned != turned
+            )
+            for (buffer, part), access in root.reads.items()
+        }
+
+    def _realize(self, view: _View) -> int:
+        root = view.root
+        if root.buffer is None:
+            kind = "pointwise" if root.reads or root.label not in FILLS else "fill"
+            root.buffer = self._buffer(root.numel * root.itemsize)
+            self._schedule(root.label, kind, (root.numel, 1), root.reads, [root.buffer], root.gathers)
+        return root.buffer
+
+    def _schedule(
+        self, label: str, kind: str, space: tuple[int, int], reads: Reads, made: Iterable[int], gathers: bool = False
+    ) -> None:
+        writes = {buffer: self.result.sizes[buffer] for buffer in made}
+        self.result.scheduled.append(Scheduled(label, kind, space, dict(reads), writes, gathers))
+
+    def _made(self, node: fx.Node) -> list[int]:
+        """Buffers for every tensor that a node returns, which is written at once."""
+        value = value_of(node)
+        views, buffers = [], []
+        for item in value if isinstance(value, tuple | list) else [value]:
+            root = self._root(item, operator_name(node)) if isinstance(item, torch.Tensor) else _Root(1, 1, "")
+            root.buffer = self._buffer(root.numel * root.itemsize)
+            buffers.append(root.buffer)
+            views.append(_View(root, "", root.numel, True))
+        self._views[node] = views if isinstance(value, tuple | list) else views[0]
+        return buffers
+
+    # Operators.
+
+    def _call(self, node: fx.Node) -> None:
+        name, value = operator_name(node), value_of(node)
+        if name in VIEWS:
+            self._view(node, name, value)
+        elif name in GEMMS and not self._outer(node, name):
+            self._library(node, "gemm")
+        elif name in REDUCTIONS and self._input(node) is not None and not self._elementwise(node, value):
+            self._reduction(node, name)
+        elif name in SCATTERS:
+            self._scatter(node, name)
+        elif name == "cat":
+            self._cat(node, value)
+        elif name in EXTERNAL or not isinstance(value, torch.Tensor):
+            self._library(node, "external")
+        elif name == "copy_":
+            self._copy(node)
+        else:
+            self._pointwise(node, name, value)
+
+    def _input(self, node: fx.Node) -> Any:
+        first = node.args[0] if node.args else None
+        return value_of(first) if isinstance(first, fx.Node) else None
+
+    @staticmethod
+    def _elementwise(node: fx.Node, value: Any) -> bool:
+        """`max` and `min` of two tensors are no reductions."""
+        return isinstance(value, torch.Tensor) and len(node.args) > 1 and isinstance(node.args[1], fx.Node)
+
+    @staticmethod
+    def _outer(node: fx.Node, name: str) -> bool:
+        """A product over one element: torch.compile multiplies and broadcasts instead."""
+        left = node.args[GEMMS[name][0]]
+        return name == "mm" and isinstance(left, fx.Node) and value_of(left).shape[-1] == 1
+
+    def _view(self, node: fx.Node, name: str, value: Any) -> None:
+        source = self._views[node.args[0]]  # type: ignore[index]
+        if name == "getitem":
+            self._views[node] = source[node.args[1]] if isinstance(source, list) else source  # type: ignore[index]
+            return
+        assert isinstance(source, _View)
+        if isinstance(value, tuple | list):
+            self._views[node] = [
+                _View(source.root, f"{node.name}.{index}", distinct(item), False) for index, item in enumerate(value)
+            ]
+            return
+        whole = name in WHOLE_VIEWS or (name == "expand" and _trailing(value))
+        numel = min(source.numel, distinct(value))
+        part = node.name if numel < source.numel else source.part
+        self._views[node] = view = _View(source.root, part, numel, source.whole and whole)
+        self._used_often(node, view)
+
+    def _pointwise(self, node: fx.Node, name: str, value: torch.Tensor) -> None:
+        root = self._root(value, name)
+        root.operations = 1
+        source = node.args[GATHERS[name]] if name in GATHERS else None
+        for view, turned in self._inputs(node):
+            gathered = isinstance(source, fx.Node) and view in self._all(source)
+            if gathered:
+                self._realize(view)
+            for key, access in self._reads(view, turned and not gathered).items():
+                if gathered:
+                    access = Access(root.numel * view.root.itemsize, False)
+                _add(root.reads, key, access)
+            if view.root.buffer is None:
+                root.operations += view.root.operations
+                root.gathers |= view.root.gathers
+        root.gathers |= name in GATHERS
+        self._views[node] = view = _View(root, "", root.numel, True)
+        self._used_often(node, view)
+        if len(root.reads) > MOST_READS_AT_ALL:
+            self._realize(view)
+
+    def _used_often(self, node: fx.Node, view: _View) -> None:
+        """Write what several uses would each have to compute from many reads."""
+        root = view.root
+        if len(node.users) > 1 and (len(root.reads) > MOST_READS or root.operations > MOST_OPERATIONS):
+            self._realize(view)
+
+    def _reduction(self, node: fx.Node, name: str) -> None:
+        source = self._input(node)
+        (view, *_) = self._all(node.args[0])  # type: ignore[arg-type]
+        reads, gathers = self._reads(view), view.root.gathers
+        made = self._made(node)
+        value = value_of(node)
+        kept = max((value[0] if isinstance(value, tuple | list) else value).numel(), 1)
+        kind = "row" if _along_memory(node, source) else "column"
+        self._schedule(name, kind, (kept, max(source.numel() // kept, 1)), reads, made, gathers and view.root.buffer is None)
+
+    def _library(self, node: fx.Node, kind: str) -> None:
+        reads: Reads = {}
+        for view, _ in self._inputs(node):
+            self._realize(view)
+            for key, access in self._reads(view).items():
+                _add(reads, key, Access(access.read_bytes, False))
+        made = self._made(node)
+        self._schedule(operator_name(node), kind, (0, 0), reads, made)
+
+    def _scatter(self, node: fx.Node, name: str) -> None:
+        """A destination that is written first, then added to at indices."""
+        target, *others = node.all_input_nodes
+        value = value_of(node)
+        reads: Reads = {}
+        numel = 1
+        for source in others:
+            for view in self._all(source):
+                for key, access in self._reads(view).items():
+                    _add(reads, key, access)
+                numel = max(numel, value_of(source).numel())
+        root = self._root(value, name)
+        destination = self._destination(self._all(target)[0])
+        root.buffer = self._buffer(root.numel * root.itemsize)
+        added = numel * root.itemsize
+        _add(reads, (destination, ""), Access(added, False))
+        self.result.scheduled.append(Scheduled(name, "scatter", (numel, 1), reads, {root.buffer: added}))
+        self._views[node] = _View(root, "", root.numel, True)
+
+    def _destination(self, view: _View) -> int:
+        """A buffer of its own for every scatter, also where a graph has one constant for several."""
+        root = view.root
+        if root.buffer is None and root.label in FILLS:
+            root = _Root(root.numel, root.itemsize, root.label)
+        return self._realize(_View(root, "", root.numel, True))
+
+    def _cat(self, node: fx.Node, value: torch.Tensor) -> None:
+        """Few parts: computed where the result is used. Many: every part is copied to its place by a loop of its own."""
+        parts = self._inputs(node)
+        root = self._root(value, "cat")
+        if len(parts) <= MOST_JOINED:
+            root.operations = 1 + len(parts)
+            for view, turned in parts:
+                for (buffer, part), access in self._reads(view, turned).items():
+                    _add(root.reads, (buffer, part), Access(access.read_bytes, False, access.turned))
+                if view.root.buffer is None:
+                    root.operations += view.root.operations
+                    root.gathers |= view.root.gathers
+            self._views[node] = view = _View(root, "", root.numel, True)
+            self._used_often(node, view)
+            return
+        made = []
+        for view, turned in parts:
+            piece = self._buffer(view.numel * root.itemsize)
+            made.append(piece)
+            gathers = view.root.gathers and view.root.buffer is None
+            self._schedule("cat", "pointwise", (view.numel, 1), self._reads(view, turned), [piece], gathers)
+        root.buffer = self._buffer(root.numel * root.itemsize)
+        reads = {(piece, ""): Access(0, False) for piece in made}
+        self.result.scheduled.append(Scheduled("cat", "place", (0, 0), reads, {root.buffer: 0}))
+        self._views[node] = _View(root, "", root.numel, True)
+
+    def _copy(self, node: fx.Node) -> None:
+        reads: Reads = {}
+        for view in self._all(node.args[1]):  # type: ignore[arg-type]
+            reads |= self._reads(view)
+        made = self._made(node)
+        self._schedule("copy_", "pointwise", (value_of(node).numel(), 1), reads, made)
+
+
+def _add(reads: Reads, key: tuple[int, str], access: Access) -> None:
+    known = reads.get(key)
+    if known is None:
+        reads[key] = access
+    else:
+        bytes_read = max(known.read_bytes, access.read_bytes)
+        reads[key] = Access(bytes_read, known.whole and access.whole, known.turned or access.turned)
+
+
+def _turned(read: Any, loop: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie in another order than those of the tensor that a loop makes from it."""
+    if not isinstance(read, torch.Tensor) or read.dim() > loop.dim():
+        return False
+    offset = loop.dim() - read.dim()
+    dims = [dim for dim in range(read.dim()) if read.shape[dim] > 1 and read.stride(dim) and loop.shape[dim + offset] > 1]
+    steps, loop_steps = read.stride(), loop.stride()
+    own = sorted(dims, key=lambda dim: -steps[dim])
+    return own != sorted(dims, key=lambda dim: -loop_steps[dim + offset])
+
+
+def _trailing(value: torch.Tensor) -> bool:
+    """Whether only the last dimensions are expanded: one element for a whole row."""
+    steps = [step for size, step in zip(value.shape, value.stride(), strict=True) if size > 1]
+    seen = False
+    for step in reversed(steps):
+        if step:
+            seen = True
+        elif seen:
+            return False
+    return True
+
+
+def _along_memory(node: fx.Node, source: torch.Tensor) -> bool:
+    """Whether the dimensions that a reduction removes are the ones that lie closest in memory."""
+    dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    reduced = {dim % source.dim() for dim in ([dims] if isinstance(dims, int) else dims)} if dims not in (None, []) else None
+    if reduced is None or not source.dim():
+        return True
+    steps = {dim: source.stride(dim) for dim in range(source.dim()) if source.shape[dim] > 1}
+    inner = [step for dim, step in steps.items() if dim in reduced]
+    outer = [step for dim, step in steps.items() if dim not in reduced]
+    return not inner or not outer or min(inner) < min(outer)
+
+
+def lower(graph: fx.Graph) -> Lowered:
+    """The loops of one graph, forward or backward."""
+    return Lowering(graph).run()

@@ -1,0 +1,92 @@
+"""A model's forward and backward as torch.compile sees them, on tensors without data: its kernels beside the GEMMs."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from loka_sim.capture import twin
+from loka_sim.capture.lowering import Lowered, lower
+
+# A table's gradient is filled and converted row by row whatever the batch; what that costs is a matter of the tables and
+# of how they are trained, so that the twin's tables have one row.
+TABLE_ROWS = 1
+DTYPE = torch.bfloat16
+
+
+def traced(
+    model: nn.Module, inputs: Any, loss: Callable[[Any], torch.Tensor] | None, old: int, new: int, batch_dim: int
+) -> dict[str, Lowered]:
+    """The loops of a model's `forward` and `backward`, its GEMMs among them, parameters and activations in bf16.
+
+    Args:
+        model: The module; neither run nor changed.
+        inputs: As `capture` takes them.
+        loss: From the model's output to a scalar, compiled with it; the outputs' own gradients where None.
+        old: Batch of `inputs`.
+        new: Batch to trace at.
+        batch_dim: Dimension of the inputs that is the batch.
+
+    Raises:
+        Exception: whatever a model raises that cannot be traced.
+    """
+    from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    graphs: dict[str, Lowered] = {}
+
+    def keep(which: str) -> Callable[[fx.GraphModule, Any], Any]:
+        def compiler(graph: fx.GraphModule, example: Any) -> Any:
+            graphs[which] = lower(graph.graph)
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        copy = _small_tables(twin.hollow_module(model, "meta")).to(DTYPE)
+        arguments = twin.hollow_inputs(inputs, "meta", old, new, batch_dim)
+        arguments = torch.utils._pytree.tree_map_only(torch.Tensor, _in_bf16, arguments)
+        parameters, buffers = dict(copy.named_parameters()), dict(copy.named_buffers())
+
+        def forward(parameters: Any, buffers: Any, *arguments: Any, **named: Any) -> Any:
+            output = torch.func.functional_call(copy, (parameters, buffers), arguments, named)
+            return output if loss is None else loss(output)
+
+        compiled = aot_function(
+            forward,
+            fw_compiler=keep("forward"),
+            bw_compiler=keep("backward"),
+            partition_fn=min_cut_rematerialization_partition,
+            decompositions=select_decomp_table(),
+        )
+        positional, named = twin.arguments(copy, arguments)
+        scalar = twin.total(compiled(parameters, buffers, *positional, **named))
+        if scalar is not None and scalar.requires_grad:
+            scalar.backward()
+    return graphs
+
+
+def _in_bf16(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to(DTYPE).requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else tensor
+
+
+def _small_tables(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            weight = module.weight
+            module.weight = nn.Parameter(weight.detach()[:TABLE_ROWS].clone(), requires_grad=weight.requires_grad)
+    return model
