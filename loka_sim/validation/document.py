@@ -96,10 +96,11 @@ def finish(
 def dispatch_part(before: WhatIf, after: WhatIf, refinement: Any, rows: pandas.DataFrame) -> dict[str, Any]:
     """What decisions cost as measured."""
     from loka_sim.validation.regret import changes, measured_times, policies_of, regrets
-    from loka_sim.validation.times import decided_unseen
+    from loka_sim.validation.times import decided_unseen, of_decision, unseen_times
 
     measured = measured_times(rows[rows["sweep"] == "model"])
-    unseen = decided_unseen(after, refinement)
+    times = unseen_times(after, refinement)
+    unseen = decided_unseen(after, times)
     policies = policies_of({"before": before, "after": after})
     found = regrets(before, measured, {**policies, "cross_validated": unseen})
     order = ["best", "before", "cross_validated", "after", *list(policies)[2:]]
@@ -108,28 +109,46 @@ def dispatch_part(before: WhatIf, after: WhatIf, refinement: Any, rows: pandas.D
     return {
         "sites": found.sites, "of_sites": found.of_sites, "passes": found.passes,
         "policies": [by_name[name] for name in order if name in by_name],
-        "changes": changes(before, after, measured), "note": note,
+        "unseen": of_decision(unseen, times, measured), "changes": changes(before, after, measured), "note": note,
     }  # fmt: skip
 
 
 def step_part(step: dict[str, Any] | None, before: WhatIf, after: WhatIf) -> dict[str, Any] | None:
-    """Measured steps beside those predicted."""
+    """Measured steps beside those predicted; the decision's is what torchao can run of it, predicted as that."""
     if not step or "bf16" not in step["medians"]:
         return None
+    lost, passes = given_up(after)
     predicted = [{s.name: s.speedup for s in answer.steps} for answer in (before, after)]
+    slower = [1.0, after.decision.total.us / (after.decision.total.us + lost)]
     bf16 = step["medians"]["bf16"]["p50_ms"]
-    variants = [
-        {
+    variants = []
+    for name, found in step["medians"].items():
+        variant = {
             "name": name, "label": "decision, exported" if name == "decision" else LABELS[name],
             "measured_ms": found["p50_ms"], "speedup": bf16 / found["p50_ms"],
-            **{
-                f"predicted_{when}": {"speedup": some[name].us, "low": some[name].low_us, "high": some[name].high_us}
-                for when, some in zip(("before", "after"), predicted, strict=True)
-            },
-        }
-        for name, found in step["medians"].items()
-    ]  # fmt: skip
-    return {"variants": variants, "predicted_bf16_ms": after.steps[0].total.us / 1e3, "note": step["note"]}
+        }  # fmt: skip
+        for when, some, factor in zip(("before", "after"), predicted, slower, strict=True):
+            times = factor if name == "decision" else 1.0
+            speedup = some[name]
+            variant[f"predicted_{when}"] = {
+                "speedup": speedup.us * times, "low": speedup.low_us * times, "high": speedup.high_us * times,
+            }  # fmt: skip
+        variants.append(variant)
+    notes = [step["note"]] if step["note"] else []
+    if passes:
+        notes.insert(0, f"torchao runs {passes} passes otherwise than decided, {lost:.0f} us a step slower as predicted")
+    return {
+        "variants": variants, "predicted_bf16_ms": after.steps[0].total.us / 1e3, "note": "; ".join(notes) or None,
+    }  # fmt: skip
+
+
+def given_up(answer: WhatIf) -> tuple[float, int]:
+    """What the decision loses where torchao runs it, in microseconds a step as predicted, and in how many passes."""
+    from loka_sim.dispatch.table import from_whatif
+    from loka_sim.dispatch.torchao_plan import plan
+
+    losses = plan(from_whatif(answer.to_dict())).losses
+    return sum(loss.gives_up_us for loss in losses), len(losses)
 
 
 def headline(answer: WhatIf) -> dict[str, Any]:

@@ -13,13 +13,27 @@ if TYPE_CHECKING:
     import pandas
 
 FAMILIES = ("gemm", "batched_gemm", "quantize", "layout", "pointwise")
-# Limits that the refined models must keep on this machine; what a validation's exit code says.
+# Limits that the refined models must keep on this machine; what a validation's exit code says. Times are judged on shapes
+# that no refinement saw, each family by the mean error of its rows and by how many lie inside their 90% interval.
+# A second H200 measures GEMMs 1.8% apart on average, 5% at the 90th percentile: 10% is what a ranking of kernels bears.
 MOST_GEMM_MAPE = 0.10
+# torch.compile's reductions are another kernel now and then, by 1.25x to 3x on launches of few microseconds.
 MOST_QUANTIZE_MAPE = 0.15
+# A transposition reduces nothing, and has no such choice: as the GEMMs.
+MOST_LAYOUT_MAPE = 0.10
 LEAST_COVERAGE = 0.80
+# Of fewer rows a true 90% would miss 80% by chance in more than one case of 25.
+LEAST_ROWS_COVERAGE = 20
+# Whatever single launches repeat like, what a decision launches in a step must be known to this.
+MOST_DECIDED_GAP = 0.05
 MOST_REGRET = 0.01
 MOST_SQNR_GAP_DB = 1.0
 MOST_SPEEDUP_GAP = 0.05
+LIMITS = {
+    "gemm": ("GEMM", MOST_GEMM_MAPE),
+    "quantize": ("quantization", MOST_QUANTIZE_MAPE),
+    "layout": ("transposition", MOST_LAYOUT_MAPE),
+}
 
 
 def time_summary(rows: pandas.DataFrame) -> list[dict[str, Any]]:
@@ -63,6 +77,13 @@ def offenders(rows: pandas.DataFrame, count: int = 10) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def worst_rows(rows: Sequence[dict[str, Any]], family: str, count: int = 3) -> list[dict[str, Any]]:
+    """The document's rows of a family that the refined model is farthest off on."""
+    some = [row for row in rows if KERNELS[row["kernel"]].kind == family]
+    some.sort(key=lambda row: -abs(row["after_us"] / row["measured_us"] - 1))
+    return [{**row, "predicted_us": row["after_us"]} for row in some[:count]]
+
+
 def _tolerance(
     name: str, label: str, value: float | None, limit: float, unit: str, most: bool, found: Sequence[str] = ()
 ) -> dict[str, Any]:
@@ -80,16 +101,20 @@ def tolerances(
 ) -> list[dict[str, Any]]:
     """What was found against its limit; the value is None where it was not measured."""
     result = []
-    for family, limit in (("gemm", MOST_GEMM_MAPE), ("quantize", MOST_QUANTIZE_MAPE)):
+    for family, (label, limit) in LIMITS.items():
         some = [row for row in time["summary"] if row["family"] == family] if time else []
         count = sum(row["n"] for row in some)
         value = sum(row["n"] * row["after"]["mape"] for row in some) / count if count else None
-        inside = sum(row["n"] * row["after"]["coverage"] for row in some) / count if count else None
-        worst = [_named(row) for row in time["offenders"] if KERNELS[row["kernel"]].kind == family][:3] if time else []
-        label = "GEMM" if family == "gemm" else "quantization"
+        inside = sum(row["n"] * row["after"]["coverage"] for row in some) / count if count >= LEAST_ROWS_COVERAGE else None
+        worst = [_named(row) for row in worst_rows(time["rows"], family)] if time else []
         result.append(_tolerance(f"{family}_mape", f"{label} time, mean error", value, limit, "share", True, worst))
         text = f"{label} times inside their 90% interval"
         result.append(_tolerance(f"{family}_coverage", text, inside, LEAST_COVERAGE, "share", False, worst))
+    unseen = dispatch["unseen"] if dispatch else None
+    gap = abs(unseen["predicted_us"] / unseen["measured_us"] - 1) if unseen and unseen["measured_us"] else None
+    found = [] if unseen is None else [f"{unseen['predicted_us']:.0f} us predicted, {unseen['measured_us']:.0f} us measured"]
+    label = "decided launches of a step, gap to the prediction"
+    result.append(_tolerance("decided_gap", label, gap, MOST_DECIDED_GAP, "share", True, found))
     regret = None
     lost: list[str] = []
     if dispatch and dispatch["policies"]:
@@ -98,7 +123,7 @@ def tolerances(
         lost = [f"{by_name['cross_validated']['measured_us'] - by_name['best']['measured_us']:.0f} us a step over the best"]
     label = "regret of decisions on shapes not measured before"
     result.append(_tolerance("regret", label, regret, MOST_REGRET, "share", True, lost))
-    equal = gap = None
+    equal = gap_db = None
     unequal: list[str] = []
     far: list[str] = []
     if numerics:
@@ -113,11 +138,11 @@ def tolerances(
             key=lambda pair: -pair[0],
         )
         if gaps:
-            gap = float(np.median([pair[0] for pair in gaps]))
+            gap_db = float(np.median([pair[0] for pair in gaps]))
             far = [f"{row['site']} {row['pass']} under {row['kernel']}: {off:.1f} dB off" for off, row in gaps[:3]]
     result.append(_tolerance("bit_equal", "outputs equal to the emulator's", equal, 1.0, "share", False, unequal[:3]))
     label = "SQNR, median gap to the prediction"
-    result.append(_tolerance("sqnr_gap", label, gap, MOST_SQNR_GAP_DB, "dB", True, far))
+    result.append(_tolerance("sqnr_gap", label, gap_db, MOST_SQNR_GAP_DB, "dB", True, far))
     off = None
     if step:
         decided = next((v for v in step["variants"] if v["name"] == "decision" and v["predicted_after"]), None)

@@ -263,8 +263,8 @@ class Validation:
     def _step(self, stepper: Stepper | None) -> dict[str, Any]:
         assert stepper is not None  # or there would be a result already
         found = stepper.result(max(self.budget.left(), 0.0) + OVERTIME * 60 * self.request.minutes)
-        notes = [*found.get("notes", []), *found["left_out"]]
-        return {"medians": found["medians"], "note": "; ".join(notes) or None, "complete": not found["left_out"]}
+        note = "; ".join(found["left_out"]) or None
+        return {"medians": found["medians"], "note": note, "complete": not note}
 
 
 class _Later:

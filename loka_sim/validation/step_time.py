@@ -39,18 +39,15 @@ def converted_by_torchao(baseline: str) -> Convert:
     return lambda model: convert_to_float8_training(model, config=config, module_filter_fn=wanted)
 
 
-def converted_by_table(table: dict[str, Any]) -> tuple[Convert, list[str]]:
-    """The conversion that a dispatch table asks for, through what `loka-sim export` writes, and what that cannot express."""
-    import torchao  # noqa: F401  (ImportError here, not in the exported code)
+def converted_by_table(table: dict[str, Any]) -> Convert:
+    """The conversion that a dispatch table asks for, through what `loka-sim export` writes; needs torchao."""
+    from loka_sim.dispatch.export import export
 
-    from loka_sim.dispatch.export import export_with_notes
-
-    exported = export_with_notes(table, "torchao")
     module = ModuleType("loka_sim_exported")
     sys.modules[module.__name__] = module  # its dataclasses look their module up
-    exec(compile(exported.text, "<exported dispatch table>", "exec"), module.__dict__)
+    exec(compile(export(table, "torchao"), "<exported dispatch table>", "exec"), module.__dict__)
     convert: Convert = module.__dict__["convert"]
-    return convert, list(exported.notes)
+    return convert
 
 
 def step_of(model: Runnable, convert: Convert) -> Callable[[], None]:

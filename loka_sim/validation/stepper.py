@@ -114,7 +114,6 @@ class Variants:
         self.model, self.folder, self.deadline, self.lock = model, folder, deadline, lock
         self.steps: dict[str, Callable[[], None]] = {}
         self.left_out: list[str] = []
-        self.notes: list[str] = []
         self.slowest = 0.0
 
     def run(self) -> None:
@@ -137,19 +136,13 @@ class Variants:
             if name == "decision":
                 table = (decided or {})["table"]
                 if table is not None and self._fits(name, (1 - OVERTIME) * self.slowest):
-                    self._compile(name, lambda: self._decided(table))  # noqa: B023
+                    self._compile(name, lambda: step_time.converted_by_table(table))  # noqa: B023
                     self._time(FEW_TURNS)
             elif self._fits(name, self.slowest):
                 self._compile(name, lambda: step_time.converted_by_torchao(name))  # noqa: B023
         while not (self.folder / GO).exists() and time.time() < self.deadline:
             time.sleep(0.1)
         self._time(TURNS)
-
-    def _decided(self, table: dict[str, Any]) -> Any:
-        from loka_sim.validation.step_time import converted_by_table
-
-        convert, self.notes = converted_by_table(table)
-        return convert
 
     def _fits(self, name: str, seconds: float) -> bool:
         fits = time.time() + seconds + TIMING_S <= self.deadline
@@ -176,7 +169,7 @@ class Variants:
 
         with self.lock:
             medians = {name: quantiles(values) for name, values in time_steps(self.steps, turns).items()}
-        found = {"medians": medians, "left_out": self.left_out, "notes": self.notes, "turns": turns}
+        found = {"medians": medians, "left_out": self.left_out, "turns": turns}
         write_text_atomic(self.folder / RESULT, json.dumps(found) + "\n")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,13 +84,17 @@ def _records(rows: pandas.DataFrame) -> list[dict[str, Any]]:
     return records
 
 
-def decided_unseen(answer: WhatIf, refinement: Any) -> list[tuple[Row, ...]]:
-    """Launches of a model's sites by times that were predicted without the shapes that they are about."""
+def unseen_times(answer: WhatIf, refinement: Any) -> Times:
+    """An answer's times, those of measured shapes as predicted without them."""
     held_out = {
         Row(str(kernel), int(m), int(n), int(k), int(groups)): Time(float(time), float(low), float(high))
         for kernel, m, n, k, groups, time, low, high in predicted_unseen(refinement)[[*KEY, *ENDS]].itertuples(index=False)
     }
-    times = Times({**answer.times.of, **{row: time for row, time in held_out.items() if row in answer.times.of}})
+    return Times({**answer.times.of, **{row: time for row, time in held_out.items() if row in answer.times.of}})
+
+
+def decided_unseen(answer: WhatIf, times: Times) -> list[tuple[Row, ...]]:
+    """Launches of a model's sites, decided anew by other times."""
     decider = Decider(times, Policy(answer.settings.max_mere, answer.settings.min_speedup), answer.toolbox)
     memo: dict[Any, tuple[Row, ...]] = {}
     result = []
@@ -105,3 +110,12 @@ def decided_unseen(answer: WhatIf, refinement: Any) -> list[tuple[Row, ...]]:
             memo[key] = flat(launches(site.shape, decider.assignment(site.shape, accuracies), decider.toolbox))
         result.append(memo[key])
     return result
+
+
+def of_decision(decided: Sequence[tuple[Row, ...]], times: Times, measured: Times) -> dict[str, Any]:
+    """What a decision's launches take, predicted and measured, over the sites of which all were measured."""
+    whole = [rows for rows in decided if rows and all(row in measured.of for row in rows)]
+    return {
+        "sites": len(whole), "predicted_us": sum(times.sum(rows) for rows in whole),
+        "measured_us": sum(measured.sum(rows) for rows in whole),
+    }  # fmt: skip

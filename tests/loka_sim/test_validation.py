@@ -155,6 +155,42 @@ def test_policies_cost_what_their_launches_cost(validated):
     assert by_name["bf16"]["against_bf16"] == 1.0
 
 
+def test_transpositions_and_the_decided_step_have_tolerances_of_their_own(validated):
+    document = validated[1]
+    found = {entry["name"]: entry for entry in document["tolerances"]}
+    some = [row for row in document["time"]["rows"] if KERNELS[row["kernel"]].kind == "layout"]
+    expected = np.mean([abs(row["after_us"] / row["measured_us"] - 1) for row in some])
+    assert found["layout_mape"]["value"] == pytest.approx(expected, rel=1e-3) and found["layout_mape"]["limit"] == 0.10
+    worst = max(some, key=lambda row: abs(row["after_us"] / row["measured_us"] - 1))
+    size = f"{worst['m']} x {worst['n']} x {worst['k']}"
+    assert found["layout_mape"]["offenders"][0].startswith(f"{worst['kernel']} {size}: ")
+    unseen = document["dispatch"]["unseen"]
+    assert found["decided_gap"]["value"] == pytest.approx(abs(unseen["predicted_us"] / unseen["measured_us"] - 1))
+    by_name = {row["name"]: row for row in document["dispatch"]["policies"]}
+    assert unseen["sites"] >= document["dispatch"]["sites"] > 0
+    assert unseen["measured_us"] >= 0.999 * by_name["cross_validated"]["measured_us"]
+    # A few rows say nothing of a 90% interval.
+    few = {**document["time"], "summary": [{**row, "n": 9} for row in document["time"]["summary"] if row["set"] == "model"]}
+    judged = {entry["name"]: entry for entry in judge.tolerances(None, few, None, None)}
+    assert judged["layout_coverage"]["ok"] is None and judged["layout_mape"]["ok"] is not None
+
+
+def test_the_exported_step_is_predicted_as_torchao_runs_it():
+    from loka_sim.validation.document import given_up, step_part
+
+    answer = loka_sim.whatif("wukong", batch=2048)
+    found = {name: {"p50_ms": ms} for name, ms in (("bf16", 100.0), ("decision", 80.0), ("filter_tensorwise", 90.0))}
+    part = step_part({"medians": found, "note": None}, answer, answer)
+    lost, passes = given_up(answer)
+    by_name = {variant["name"]: variant for variant in part["variants"]}
+    assert by_name["decision"]["speedup"] == 1.25
+    bf16, decided = answer.steps[0].total.us, answer.decision.total.us
+    assert by_name["decision"]["predicted_after"]["speedup"] == pytest.approx(bf16 / (decided + lost), rel=1e-3)
+    assert by_name["decision"]["predicted_before"]["speedup"] == pytest.approx(bf16 / decided, rel=1e-3)
+    assert bool(passes) == bool(part["note"])
+    assert step_part({"medians": {}, "note": None}, answer, answer) is None
+
+
 def test_killed_in_the_middle_it_goes_on_where_it_was(validated, spec_file, tmp_path, monkeypatch):
     folder = tmp_path / "killed"
     first = on(MadeUp(stop_at=3), monkeypatch)

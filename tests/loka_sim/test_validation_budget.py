@@ -96,7 +96,7 @@ def steps(monkeypatch):
 
     monkeypatch.setattr(step_time, "step_of", step_of)
     monkeypatch.setattr(step_time, "as_it_is", "bf16")
-    monkeypatch.setattr(step_time, "converted_by_table", lambda table: ("decision", ["a note"]))
+    monkeypatch.setattr(step_time, "converted_by_table", lambda table: "decision")
     monkeypatch.setattr(step_time, "converted_by_torchao", lambda name: name)
     monkeypatch.setattr(
         step_time, "time_steps", lambda steps, turns: {name: [float(len(step))] * turns for name, step in steps.items()}
@@ -123,7 +123,7 @@ def test_the_decision_comes_before_what_needs_none(steps, tmp_path):
     takes["seconds"] = 0.3
     found = run(tmp_path, decide=(0.1, {"sites": {}}))
     assert order == ["bf16", "decision", "filter_tensorwise", "naive_tensorwise"]
-    assert list(found["medians"]) == order and found["left_out"] == [] and found["notes"] == ["a note"]
+    assert list(found["medians"]) == order and found["left_out"] == []
     assert found["medians"]["decision"]["p50_ms"] == len("decision") and found["turns"] == 10
 
 
