@@ -31,11 +31,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, fit, print."""
     from loka_sim.cli.output import print_json, table, wrap
     from loka_sim.collection import collect
+    from loka_sim.validation.measuring import ending_children
 
     if not arguments.gpu:
         raise UserError("collect runs kernels on this machine's GPU for minutes: say --gpu")
     command = ["loka-sim", *arguments.argv]
-    document = collect(arguments.out, minutes=arguments.minutes, name=arguments.name, command=command)
+    with ending_children():
+        document = collect(arguments.out, minutes=arguments.minutes, name=arguments.name, command=command)
     if arguments.json:
         print_json(document)
         return 0

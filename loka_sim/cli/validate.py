@@ -44,23 +44,25 @@ def run(arguments: argparse.Namespace) -> int:
     from loka_sim.cli.output import Style, print_json
     from loka_sim.cli.screen_validate import validation_screen
     from loka_sim.validation import validate
+    from loka_sim.validation.measuring import ending_children
 
     if not arguments.gpu:
         raise UserError("validate runs kernels on this machine's GPU for minutes: say --gpu; to predict alone: loka-sim whatif")
     name = "".join(c if c.isalnum() or c in "-_." else "-" for c in Path(arguments.model).name)
     out = arguments.out or Path("runs") / f"validate-{name}"
-    document = validate(
-        arguments.model,
-        out=out,
-        batch=arguments.batch,
-        mods=arguments.mods,
-        statistics=arguments.statistics,
-        minutes=arguments.minutes,
-        seed=arguments.seed,
-        hardware=arguments.hardware,
-        libraries=arguments.libraries,
-        command=["loka-sim", *arguments.argv],
-    )
+    with ending_children():
+        document = validate(
+            arguments.model,
+            out=out,
+            batch=arguments.batch,
+            mods=arguments.mods,
+            statistics=arguments.statistics,
+            minutes=arguments.minutes,
+            seed=arguments.seed,
+            hardware=arguments.hardware,
+            libraries=arguments.libraries,
+            command=["loka-sim", *arguments.argv],
+        )
     if arguments.json:
         print_json(document)
     else:

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -88,6 +89,20 @@ class Child:
         if code not in accept:
             raise DataError(f"python -m {self.module} ended with code {code}; its last lines above say why")
         return code
+
+
+@contextmanager
+def ending_children() -> Iterator[None]:
+    """What a terminated process started ends with it, as what an interrupted one did."""
+
+    def end(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run(

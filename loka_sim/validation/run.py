@@ -204,7 +204,9 @@ class Validation:
         work = model_work(answer, self._known())
         before = self._measured()
         measuring.sweep(self.timings, "model", work.wanted, until - time.monotonic())
-        return work.progress(before, self._measured())
+        found = work.progress(before, self._measured())
+        # The first half leaves to the second what did not fit.
+        return {**found, "complete": found["complete"] or half == "first"}
 
     def _measured(self) -> set[tuple[str, Shape]]:
         """(family, shape) of the model's that were measured."""

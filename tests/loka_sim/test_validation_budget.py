@@ -1,6 +1,9 @@
 """Which stage may take how long, which are cut, and what the step's process compiles in which order."""
 
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -153,3 +156,20 @@ def test_a_variant_that_fails_is_named_and_the_others_run(steps, tmp_path):
     found = run(tmp_path, decide=(0.1, {"sites": {}}))
     assert found["left_out"] == ["filter_tensorwise: RuntimeError: no kernel image"]
     assert set(found["medians"]) == {"bf16", "decision", "naive_tensorwise"}
+
+
+def test_what_a_terminated_process_started_ends_with_it(tmp_path):
+    script = f"""
+import os, signal, time
+from pathlib import Path
+from loka_sim.validation import measuring
+with measuring.ending_children():
+    with measuring.Child("timeit", ["-n", "1", "-r", "1", "import time; time.sleep(60)"]) as child:
+        Path({str(tmp_path / "pid")!r}).write_text(str(child._process.pid))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+"""
+    found = subprocess.run([sys.executable, "-c", script], timeout=30)
+    assert found.returncode == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
