@@ -12,7 +12,7 @@ import loka_sim
 from loka_sim.communication import Communication, describe
 from loka_sim.files import write_bytes_atomic
 from loka_sim.step_plan import BF16, DECISION
-from perfmodel.timeline import Timeline
+from perfmodel.timeline import COMPUTE, Timeline
 from perfmodel.trace import chrome_trace
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ def communication_document(answer: WhatIf) -> dict[str, Any] | None:
         return result
     decided, bf16_us = summary(answer.timelines[DECISION]), answer.timelines[BF16].total_us
     figures = {key: decided[key] for key in ("exposed_us", "step_us", "step_low_us", "step_high_us", "streams", "critical_us")}
+    spans = answer.timelines[DECISION].spans(lambda op: str(op.details["phase"]) if op.stream == COMPUTE else op.kind)
+    figures["lanes"] = [{"stream": name, "spans": [list(span) for span in some]} for name, some in spans.items()]
     return {**result, **figures, "bf16_step_us": bf16_us, "speedup": bf16_us / decided["step_us"]}
 
 

@@ -6,7 +6,7 @@ operation starts when its stream is free and all that it waits for has ended.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -125,6 +125,23 @@ class Timeline:
             key = getattr(self.ops[i], by)
             sums[key] = sums.get(key, 0.0) + self.ops[i].us
         return dict(sorted(sums.items(), key=lambda entry: -entry[1]))
+
+    def spans(self, label: Callable[[Op], str], resolution: float = 1e-3) -> dict[str, list[tuple[float, float, str]]]:
+        """What each stream does, in few words: (start, end, label) of stretches of one label.
+
+        Args:
+            label: What an operation counts as.
+            resolution: Share of the total up to which a gap inside a stretch is passed over.
+        """
+        gap = resolution * self.total_us
+        found: dict[str, list[tuple[float, float, str]]] = {stream: [] for stream in self.streams}
+        for op, start, end in zip(self.ops, self.starts, self.ends, strict=True):
+            own, what = found[op.stream], label(op)
+            if own and own[-1][2] == what and start - own[-1][1] <= gap:
+                own[-1] = (own[-1][0], end, what)
+            else:
+                own.append((start, end, what))
+        return found
 
     def interval(self, seed: int = 0, samples: int = SAMPLES) -> tuple[float, float]:
         """The total's 90% interval: the schedule run again with durations drawn from theirs.

@@ -72,6 +72,36 @@ def steps(document: Record) -> Record:
     }
 
 
+LANE_KINDS = {
+    "look-up": "around", "forward": "gemm", "loss": "around", "backward": "gemm later", "table update": "around",
+    "optimizer": "around", "all_to_all": "quantize", "all_reduce": "around", "reduce_scatter": "around",
+    "all_gather": "around later",
+}  # fmt: skip
+"""Colours of a timeline's stretches."""
+
+
+def lanes(document: Record) -> Record | None:
+    """The decided step's streams over time; None for one GPU and where nothing is known of communication."""
+    found = document["communication"]
+    if found is None or not found.get("lanes"):
+        return None
+    scale = Scale(0.0, 1.02 * found["step_us"])
+    rows = []
+    for lane in found["lanes"]:
+        spans = [
+            {
+                "kind": LANE_KINDS.get(what, "around"),
+                "left": scale.at(start),
+                "width": round(scale.at(end) - scale.at(start), 3),
+                "tip": f"{words.operation(what)}: {words.micro(end - start)} µs from {words.micro(start)}",
+            }
+            for start, end, what in lane["spans"]
+        ]
+        share = found["streams"][lane["stream"]]["share"]
+        rows.append({"stream": lane["stream"], "spans": spans, "busy": words.percent(share)})
+    return {"rows": rows, "ticks": [(scale.at(tick), f"{tick:,g}") for tick in scale.ticks(5)]}
+
+
 def shown_candidate(decided: Record, max_mere: float) -> Record | None:
     """The FP8 kernel that stands for a pass on the plot: the chosen one, else the best that was considered.
 

@@ -193,11 +193,21 @@ def _communication(document: Record) -> Record | None:
         return None
     rows = [
         ("all-to-all, embeddings", words.count(found["all_to_all_bytes"], "B"), words.micro(found["all_to_all_us"])),
-        (f"dense part, {found.get('dense', 'ddp')}", words.count(found["all_reduce_bytes"], "B"), words.micro(found["all_reduce_us"])),
+        (
+            f"dense part, {found.get('dense', 'ddp')}",
+            words.count(found["all_reduce_bytes"], "B"),
+            words.micro(found["all_reduce_us"]),
+        ),
         ("exposed: not behind compute", "", words.micro(found["exposed_us"])),
         ("step with it, as decided", "", words.micro(found["step_us"])),
     ]
-    return {"gpus": found["gpus"], "rows": rows, "speedup": words.ratio(found["speedup"]), "text": found["text"]}
+    return {
+        "gpus": f"{found['gpus']:,}",
+        "rows": rows,
+        "speedup": words.ratio(found["speedup"]),
+        "text": found["text"],
+        "lanes": plots.lanes(document),
+    }
 
 
 def _trust(document: Record) -> Record:

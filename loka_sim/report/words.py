@@ -51,6 +51,16 @@ def kernel(name: str) -> str:
     return short if library in ("torch", "") else f"{library} {short}"
 
 
+def operation(name: str) -> str:
+    """A collective or a phase of a step: `all_to_all` as people write it."""
+    return {
+        "all_to_all": "all-to-all",
+        "all_reduce": "all-reduce",
+        "reduce_scatter": "reduce-scatter",
+        "all_gather": "all-gather",
+    }.get(name, name)
+
+
 def hardware(name: str) -> str:
     """A GPU's name: `h200` as people write it."""
     return name.upper() if name.isalnum() else name

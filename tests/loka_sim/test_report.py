@@ -355,6 +355,26 @@ def test_what_is_missing_is_said():
     assert "None" not in page.words
 
 
+def test_a_steps_streams_over_time():
+    document = make_document(3, gpus=64)
+    busy = {"compute": {"busy_us": 60.0, "share": 0.6}, "network": {"busy_us": 50.0, "share": 0.5}}
+    lanes = [
+        {"stream": "compute", "spans": [[0.0, 25.0, "forward"], [50.0, 85.0, "backward"]]},
+        {"stream": "network", "spans": [[25.0, 50.0, "all_to_all"], [75.0, 100.0, "all_reduce"]]},
+    ]
+    document["communication"] |= {"dense": "hsdp", "step_us": 100.0, "exposed_us": 40.0, "streams": busy, "lanes": lanes}
+    assert problem(document, "whatif") is None
+    page = Page(render(document))
+    rows = page.of_class("lane")
+    assert len(rows) == 2 and "busy 60%" in page.words and "dense part, hsdp" in page.words
+    spans = [attrs for tag, attrs in page.attributes if tag == "i" and "µs from" in attrs.get("data-tip", "")]
+    assert [attrs["class"] for attrs in spans] == ["gemm", "gemm later", "quantize", "around"]
+    # The axis ends a fiftieth behind the step.
+    left, width = re.fullmatch(r"left:([\d.]+)%;width:([\d.]+)%", spans[1]["style"]).groups()
+    assert (float(left), float(width)) == pytest.approx((50 / 1.02, 35 / 1.02), abs=0.01)
+    assert spans[2]["data-tip"] == "all-to-all: 25.0 µs from 25.0"
+
+
 def test_three_hundred_sites_in_time_and_size():
     document = make_document(300, seed=1)
     render(make_document(1))

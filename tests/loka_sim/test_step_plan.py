@@ -191,6 +191,10 @@ def test_the_document_fits_its_schema_and_adds_up(answer):
         assert step["exposed_us"] == pytest.approx(step["step_us"] - step["streams"][COMPUTE]["busy_us"], rel=1e-3)
         assert step["step_low_us"] <= step["step_us"] <= step["step_high_us"]
     shown = answer.to_dict()["communication"]
+    for lane in shown["lanes"]:
+        assert sum(end - start for start, end, _ in lane["spans"]) == pytest.approx(
+            shown["streams"][lane["stream"]]["busy_us"], rel=0.01
+        )
     assert shown["step_us"] == document["steps"]["decision"]["step_us"]
     assert shown["speedup"] == document["speedup"]
     assert problem(answer.to_dict(), "whatif") is None

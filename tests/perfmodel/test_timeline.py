@@ -37,6 +37,13 @@ def test_a_small_step_by_hand():
     assert timeline.sum_us("stream", timeline.critical_path) == {COMPUTE: 18, "network": 13}
 
 
+def test_spans_join_what_is_alike_and_adjacent():
+    ops = [op("a", COMPUTE, 5, kind="f"), op("b", COMPUTE, 5, kind="f"), op("r", "network", 30, "b", kind="r")]
+    ops += [op("c", COMPUTE, 5, kind="g"), op("d", COMPUTE, 5, "r", kind="g")]
+    spans = schedule(ops).spans(lambda entry: entry.kind)
+    assert spans == {COMPUTE: [(0, 10, "f"), (10, 15, "g"), (40, 45, "g")], "network": [(10, 40, "r")]}
+
+
 def test_two_fabrics_run_side_by_side():
     timeline = schedule([op("x", "nvlink", 7), op("y", "network", 5), op("z", COMPUTE, 3, "x", "y")])
     assert timeline.starts == (0, 0, 7) and timeline.total_us == 10
