@@ -4,6 +4,7 @@ The flat API; each name is imported when it is first used, so that `import loka_
 
     spec = loka_sim.capture(module, inputs)           # any torch.nn.Module -> ModelSpec
     answer = loka_sim.whatif("wukong", batch=4096)    # zoo name, spec file, package.module:callable or ModelSpec
+    answer.timelines["decision"]                      # one training step, stream by stream (perfmodel.timeline)
     loka_sim.save_run(answer, "runs/wukong")          # dispatch table, report and manifest
     loka_sim.compare("runs/a", "runs/b")              # two such folders
     loka_sim.export("runs/a/dispatch_table.json", "torchao")
