@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ class Findings:
         after: By the refined ones.
         machine: Fingerprint.
         command: For the record.
+        between_s: Seconds of this run that no stage took, so far.
     """
 
     request: Request
@@ -45,6 +47,7 @@ class Findings:
     after: WhatIf
     machine: dict[str, Any]
     command: list[str]
+    between_s: Callable[[], float]
 
 
 def finish(
@@ -80,10 +83,11 @@ def finish(
     dispatch = None if refinement is None else dispatch_part(found.before, after, refinement, rows)
     run = step_part(step, found.before, after)
     tolerances = judge.tolerances(numerics, timed, dispatch, run)
+    rest = {"name": "starting, refining, deciding anew", "seconds": found.between_s(), "complete": True, "note": None}
     document = {
         "schema_version": SCHEMA_VERSION, "kind": KIND, "loka_sim_version": loka_sim.__version__, "command": found.command,
         "settings": request.to_dict(), "machine": found.machine, "libraries": libraries(),
-        "stages": stages, "numerics": numerics, "time": timed, "dispatch": dispatch, "step": run,
+        "stages": [*stages, rest], "numerics": numerics, "time": timed, "dispatch": dispatch, "step": run,
         "whatif": {"before": headline(found.before), "after": headline(after)},
         "tolerances": tolerances, "verdict": judge.verdict(tolerances),
     }  # fmt: skip

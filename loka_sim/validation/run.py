@@ -53,6 +53,7 @@ class Validation:
         """Nothing runs yet."""
         self.request, self.folder, self.before, self.command, self.budget = request, folder, before, command, budget
         self.stages: list[dict[str, Any]] = []
+        self._staged_s = 0.0  # in this run
         self.timings = folder / "timings"
 
     def run(self) -> dict[str, Any]:
@@ -81,8 +82,11 @@ class Validation:
         finally:
             if stepper:
                 stepper.child.stop()
-        found = Findings(self.request, self.folder, self.before, after, machine, self.command)
+        found = Findings(self.request, self.folder, self.before, after, machine, self.command, self._between_s)
         return finish(found, numerics, refinement, measuring.timings(self.timings), step, self.stages)
+
+    def _between_s(self) -> float:
+        return 60 * self.request.minutes - self.budget.left() - self._staged_s
 
     def _claim(self, machine: dict[str, Any]) -> None:
         """Take the folder, or go on in it where it holds the same request on the same kind of machine."""
@@ -122,6 +126,7 @@ class Validation:
             started = time.monotonic()
             result = work(seconds)
             found = {"seconds": time.monotonic() - started, "result": result}
+            self._staged_s += found["seconds"]
             write_text_atomic(self.folder / "stages" / f"{name}.json", json.dumps(found) + "\n")
         told = found["result"] if isinstance(found["result"], dict) else {}
         self.stages.append({

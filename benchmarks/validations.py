@@ -1,0 +1,117 @@
+"""The validations that are shipped, side by side: how far off the models were, what decisions cost, what steps took.
+
+    python benchmarks/validations.py [FOLDER]
+
+reads every `loka-sim validate --gpu` document of a folder (data/h200/validations) and prints three tables in Markdown. Errors
+of times after refinement are of shapes that it did not see: the model's own cross-validated, fresh ones never used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from perfmodel import data_folder
+
+FAMILIES = ("gemm", "quantize", "layout")
+POLICIES = ("before", "cross_validated", "after", "bf16", "naive_tensorwise", "filter_tensorwise")
+VARIANTS = ("decision", "filter_tensorwise", "naive_tensorwise")
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """Documents of a folder, by model."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def percent(value: float | None) -> str:
+    """`4.2%`."""
+    return "–" if value is None else f"{100 * value:.1f}%" if abs(value) < 0.1 else f"{100 * value:.0f}%"
+
+
+def name_of(document: dict[str, Any]) -> str:
+    """Model, and its libraries where they are not torch's alone."""
+    settings = document["settings"]
+    libraries = [name for name in settings.get("libraries", []) if name != "torch"]
+    return settings["model"] + (f" ({', '.join(libraries)})" if libraries else "")
+
+
+def times(documents: Sequence[dict[str, Any]]) -> str:
+    """Error and coverage per family, the model's shapes and fresh ones, before and after."""
+    rows = []
+    for document in documents:
+        summary = {(row["set"], row["family"]): row for row in document["time"]["summary"]}
+        for which, label in (("model", "own"), ("fresh", "fresh")):
+            cells = [f"{name_of(document)}, {label}"]
+            for family in FAMILIES:
+                row = summary.get((which, family))
+                if row is None:
+                    cells += ["–"] * 3
+                    continue
+                before, after = row["before"], row["after"]
+                cells += [f"{row['n']:,}", *(f"{percent(before[key])} → {percent(after[key])}" for key in ("mape", "coverage"))]
+            rows.append(cells)
+    head = ["shapes", *(text for family in FAMILIES for text in (f"{family}: n", "MAPE", "in 90%"))]
+    return markdown(head, rows)
+
+
+def decisions(documents: Sequence[dict[str, Any]]) -> str:
+    """What each policy costs over the measured best."""
+    rows = []
+    for document in documents:
+        dispatch = document["dispatch"]
+        by_name = {row["name"]: row for row in dispatch["policies"]}
+        regrets = [percent(by_name[name]["against_best"]) if name in by_name else "–" for name in POLICIES]
+        missed = [entry["name"] for entry in document["tolerances"] if entry["ok"] is False]
+        verdict = "within" if document["verdict"] else "outside: " + ", ".join(missed) if missed else "not validated"
+        rows.append([name_of(document), f"{dispatch['sites']} of {dispatch['of_sites']}", *regrets, verdict])
+    head = ["over the measured best", "sites", "decision before", "cross-validated", "after", "bf16", "all FP8", "torchao filter"]
+    return markdown([*head, "tolerances"], rows)
+
+
+def steps(documents: Sequence[dict[str, Any]]) -> str:
+    """Whole steps: measured, and predicted speedups."""
+    rows = []
+    for document in documents:
+        step = document["step"]
+        minutes = sum(stage["seconds"] for stage in document["stages"]) / 60
+        asked = f"{minutes:.1f} of {document['settings']['minutes']:g}"
+        if step is None:
+            rows.append([name_of(document), asked, *["–"] * (1 + 2 * len(VARIANTS))])
+            continue
+        by_name = {variant["name"]: variant for variant in step["variants"]}
+        cells = [name_of(document), asked, f"{by_name['bf16']['measured_ms']:.2f}"]
+        for name in VARIANTS:
+            variant = by_name.get(name)
+            if variant is None:
+                cells += ["–", "–"]
+                continue
+            after = variant["predicted_after"]
+            cells += [f"{variant['speedup']:.2f}x", f"{after['speedup']:.2f}x [{after['low']:.2f}, {after['high']:.2f}]"]
+        rows.append(cells)
+    labels = {"decision": "decision", "filter_tensorwise": "torchao filter", "naive_tensorwise": "all FP8"}
+    head = ["step", "minutes", "bf16 ms", *(text for name in VARIANTS for text in (labels[name], "predicted"))]
+    return markdown(head, rows)
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=data_folder() / "h200" / "validations")
+    documents = read(parser.parse_args().folder)
+    if not documents:
+        parser.error("there is no document in that folder")
+    print("\n\n".join(part(documents) for part in (times, decisions, steps)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
