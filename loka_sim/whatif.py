@@ -235,8 +235,9 @@ def whatif(
     arounds = [around(site, size) for site in spec.sites]
     rows: set[Row] = {row for beside in arounds for row in beside.rows}
     for shape in set(shapes):
-        # torch's kernels always: the baselines and torchao run them.
-        rows |= possible_rows(shape, toolbox) | possible_rows(shape, torch)
+        rows |= possible_rows(shape, toolbox)
+        if "torch" not in chosen:  # the baselines and torchao run its kernels
+            rows |= possible_rows(shape, torch)
     times = Times.predict(timing, rows)
     errors = Errors(toolbox, {} if measured is None else measured.mere_factors)
     decider, torchao = Decider(times, policy, toolbox), Decider(times, policy, expressible(torch))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from loka_sim.dispatch.candidates import SiteShape, illegal
+from loka_sim.dispatch.candidates import SiteShape, legal_fp8
 from loka_sim.dispatch.operands import TORCH, Toolbox
 from loka_sim.modelspec import Site
 
@@ -43,10 +43,8 @@ class Baseline:
             return stays
         _, n, k, _ = shape.gemm("output")
         converted = {name: f"torch/fp8_{self.scaling}_{'fast' if name == 'output' else 'split'}" for name in shape.names}
-        able = all(kernel in torch.gemms and not illegal(shape, name, kernel, torch) for name, kernel in converted.items())
-        if not (self.wants(n, k) and able):
-            return stays
-        return converted
+        able = self.wants(n, k) and all(kernel in legal_fp8(shape, name, torch) for name, kernel in converted.items())
+        return converted if able else stays
 
 
 def is_linear(site: Site) -> bool:

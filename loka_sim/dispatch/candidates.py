@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from loka_sim.dispatch.operands import TORCH, TRANSPOSE, Row, Toolbox
@@ -30,7 +30,7 @@ Assignment = Mapping[str, str]
 
 
 class Use(NamedTuple):
-    """One operand of a pass: which tensor, and whether it is contracted along the tensor's rows."""
+    """One operand of a pass: which tensor, and whether it is contracted along the tensor's rows (read transposed)."""
 
     tensor: str
     transposed: bool
@@ -74,27 +74,43 @@ class SiteShape:
         """Names of the passes."""
         return tuple(entry[0] for entry in self.passes)
 
+    @cached_property
+    def _gemms(self) -> dict[str, tuple[int, int, int, int]]:
+        return {name: (m, n, k, groups) for name, m, n, k, groups in self.passes}
+
+    @cached_property
+    def _tensors(self) -> dict[str, tuple[int, int]]:
+        m, n, k, groups = self.gemm("output")
+        sizes = {"x": (m, k), "w": (n, k), "g": (m, n)}
+        turned = {tensor: size[::-1] if tensor in self.stored_transposed else size for tensor, size in sizes.items()}
+        return {tensor: (groups * rows, columns) for tensor, (rows, columns) in turned.items()}
+
+    @cached_property
+    def _reads(self) -> dict[str, tuple[Use, Use]]:
+        turned = {
+            use: Use(use.tensor, use.transposed != (use.tensor in self.stored_transposed))
+            for pair in OPERANDS.values()
+            for use in pair
+        }
+        return {name: (turned[left], turned[right]) for name, (left, right) in OPERANDS.items()}
+
     def gemm(self, name: str) -> tuple[int, int, int, int]:
         """(m, n, k, groups) of a pass."""
-        return next(entry[1:] for entry in self.passes if entry[0] == name)
+        return self._gemms[name]
 
     def tensor(self, tensor: str) -> tuple[int, int]:
         """Rows and columns of x (M, K), w (N, K) or g (M, N) as the model stores it; the rows of all groups together."""
-        m, n, k, groups = self.gemm("output")
-        rows, columns = {"x": (m, k), "w": (n, k), "g": (m, n)}[tensor]
-        return (groups * columns, rows) if tensor in self.stored_transposed else (groups * rows, columns)
+        return self._tensors[tensor]
 
-    def reads(self, name: str) -> tuple[tuple[str, bool], tuple[str, bool]]:
+    def reads(self, name: str) -> tuple[Use, Use]:
         """Left and right operand of a pass: the tensor, and whether it is read transposed to how it is stored."""
-        left, right = OPERANDS[name]
-        return tuple((use.tensor, use.transposed != (use.tensor in self.stored_transposed)) for use in (left, right))  # type: ignore[return-value]
+        return self._reads[name]
 
     def bf16(self) -> dict[str, str]:
         """The assignment that leaves every pass in bf16."""
         return {name: BF16_BATCHED if groups != 1 else BF16 for name, _, _, _, groups in self.passes}
 
 
-@cache
 def illegal(shape: SiteShape, name: str, kernel: str, toolbox: Toolbox = TORCH) -> str | None:
     """Why a pass cannot run a kernel, in words; None when it can.
 
@@ -130,6 +146,11 @@ def _unmade(takes: str, turned: bool, height: int, width: int, toolbox: Toolbox)
 
 def legal_fp8(shape: SiteShape, name: str, toolbox: Toolbox = TORCH) -> tuple[str, ...]:
     """FP8 kernels that a pass may run."""
+    return _legal_fp8(shape, name, toolbox.unpriced)
+
+
+@cache
+def _legal_fp8(shape: SiteShape, name: str, toolbox: Toolbox) -> tuple[str, ...]:
     return tuple(kernel for kernel in toolbox.gemms if illegal(shape, name, kernel, toolbox) is None)
 
 

@@ -7,12 +7,12 @@ both readings, or by one quantizer and a transposition of its 8-bit result.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from loka_sim.errors import UserError
-from perfmodel.kernels import KERNELS, SQUARE
+from perfmodel.kernels import KERNELS, SQUARE, KernelSpec
 
 TRANSPOSE = "torch/transpose_e4m3"
 
@@ -45,6 +45,13 @@ Way = tuple[Launch, ...]
 
 
 @cache
+def _makers(takes: str, made: tuple[bool, ...], quantizers: tuple[str, ...]) -> tuple[KernelSpec, ...]:
+    """Quantizers whose result fits."""
+    specs = (KERNELS[name] for name in quantizers)
+    return tuple(spec for spec in specs if spec.makes == takes and spec.readings == made)
+
+
+@cache
 def ways(
     takes: str, readings: frozenset[bool], height: int, width: int, quantizers: tuple[str, ...], capability: tuple[int, int]
 ) -> tuple[Way, ...]:
@@ -60,12 +67,11 @@ def ways(
     """
 
     def makers(*made: bool) -> list[Launch]:
-        found = []
-        for name in quantizers:
-            spec, row = KERNELS[name], Row(name, height, 1, width)
-            if spec.makes == takes and spec.readings == made and not spec.illegal(height, 1, width, capability):
-                found.append(Launch(row, made))
-        return found
+        return [
+            Launch(Row(spec.name, height, 1, width), made)
+            for spec in _makers(takes, made, quantizers)
+            if spec.illegal(height, 1, width, capability) is None
+        ]
 
     if len(readings) == 1:
         return tuple((launch,) for launch in makers(*readings))
@@ -91,6 +97,11 @@ class Toolbox:
     quantizers: tuple[str, ...]
     capability: tuple[int, int] = (9, 0)
     us: Callable[[Row], float] | None = field(default=None, compare=False)
+
+    @cached_property
+    def unpriced(self) -> Toolbox:
+        """The same kernels without times: what may be remembered for long."""
+        return self if self.us is None else replace(self, us=None)
 
     @classmethod
     def of(cls, libraries: Sequence[str], known: Container[str] | None = None, capability: tuple[int, int] = (9, 0)) -> Toolbox:

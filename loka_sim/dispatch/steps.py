@@ -89,10 +89,16 @@ def step(
     bf16_gemms: Counter[Row] = Counter()
     gemms: Counter[Row] = Counter()
     others: Counter[Row] = Counter()
+    alike = Counter((site.shape, tuple(assignment.items())) for site, assignment in zip(sites, assignments, strict=True))
+    for (shape, entries), count in alike.items():
+        for counts, launched in (
+            (bf16_gemms, launches(shape, shape.bf16())),
+            (gemms, launches(shape, dict(entries), toolbox)),
+        ):
+            for row in flat(launched):
+                counts[row] += count
     fp8_sites = fp8_passes = unsafe = 0
     for site, assignment in zip(sites, assignments, strict=True):
-        bf16_gemms.update(flat(launches(site.shape, site.shape.bf16())))
-        gemms.update(flat(launches(site.shape, assignment, toolbox)))
         others.update(site.around.rows)
         fp8 = [(which, kernel) for which, kernel in assignment.items() if KERNELS[kernel].is_fp8]
         fp8_sites += bool(fp8)
