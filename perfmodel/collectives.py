@@ -160,8 +160,10 @@ class CollectiveModel:
             if not ((whole % 1 == 0) & (whole >= (2 if name == "ranks" else 1 if name == "groups" else 0))).all():
                 raise ValueError(f"{name} must be a whole number" + (", 2 or more" if name == "ranks" else " of at least 1"))
             keys[name] = whole.astype(int)
-        for number, op, ranks, dtype, groups, dim, split, per_host in keys.drop_duplicates().itertuples():
-            rows = np.flatnonzero((keys == keys.loc[number]).all(axis=1).to_numpy())
+        distinct = keys.groupby(list(keys.columns), sort=False).ngroup().to_numpy()
+        order = np.argsort(distinct, kind="stable")
+        for rows in np.split(order, np.flatnonzero(np.diff(distinct[order])) + 1) if len(order) else ():
+            op, ranks, dtype, groups, dim, split, per_host = keys.iloc[rows[0]].tolist()
             setting = self._check(Setting(op, dtype, split, dim, ranks, groups))
             if cluster is None:
                 island = ranks
