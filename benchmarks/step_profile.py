@@ -27,7 +27,7 @@ import torch._inductor.config
 from hil.compiled import Kernel, kernel_launches, recorded
 from hil.fingerprint import fingerprint
 from loka_sim.validation.runnable import Runnable, runnable
-from loka_sim.validation.step_time import Convert, as_it_is, converted_by_torchao, time_steps
+from loka_sim.validation.step_time import Convert, as_it_is, converted_by_table, converted_by_torchao, time_steps
 
 ITERATIONS = 4
 KINDS = (
@@ -75,6 +75,13 @@ def graphed(step: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
+def converter(variant: str, table: Path | None) -> Convert:
+    """How a variant converts the model."""
+    if variant == "bf16":
+        return as_it_is
+    return converted_by_torchao(variant) if table is None else converted_by_table(json.loads(table.read_text()))
+
+
 def _median_ms(step: Callable[[], None], turns: int) -> float:
     return statistics.median(time_steps({"step": step}, turns)["step"])
 
@@ -116,6 +123,7 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--variant", default="bf16", help="bf16, naive_tensorwise, filter_tensorwise, ... (needs torchao)")
+    parser.add_argument("--table", type=Path, help="dispatch table, for `--variant decision` (needs torchao)")
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--no-profile", action="store_true", help="times of the step alone")
     parser.add_argument("--out", type=Path, default=Path("."))
@@ -123,7 +131,7 @@ def main() -> int:
     torch._dynamo.config.recompile_limit = 512
     model = runnable(options.model, options.batch, ())
     assert model is not None and model.zoo is not None, "a zoo model"
-    convert = as_it_is if options.variant == "bf16" else converted_by_torchao(options.variant)
+    convert = converter(options.variant, options.table)
     started = time.monotonic()
     with recorded() as kernels:
         step = compiled_step(model, convert)

@@ -20,14 +20,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hil.compiled import kernel_times, recorded
+
+if TYPE_CHECKING:
+    import pandas
 
 ITERATIONS = 8
 MATRICES = (
@@ -133,6 +137,39 @@ def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1).flatten(-2)
 
 
+def _turned_sum(x: Tensor, u: Tensor) -> Tensor:
+    return F.relu(x + u.transpose(1, 2))
+
+
+def _turned_norm(x: Tensor, u: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + u.transpose(1, 2)
+    return total, F.layer_norm(total, (x.shape[2],), weight, bias)
+
+
+def _norm_turned(x: Tensor, u: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    total = x + u.transpose(1, 2)
+    result = F.layer_norm(total, (x.shape[2],), weight, bias)
+    return total, result, result.transpose(1, 2).contiguous()
+
+
+def _turned_norm_backward(
+    gradient: Tensor, turned: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, ...]:
+    total = gradient + turned.transpose(1, 2)
+    return torch.ops.aten.native_layer_norm_backward(total, x, [x.shape[2]], mean, rstd, weight, bias, [True, True, True])
+
+
+def _turned_sums_norm_backward(
+    g1: Tensor, g2: Tensor, t1: Tensor, t2: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, ...]:
+    total = g1 + g2 + t1.transpose(1, 2) + t2.transpose(1, 2)
+    return torch.ops.aten.native_layer_norm_backward(total, x, [x.shape[2]], mean, rstd, weight, bias, [True, True, True])
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(2, (heads, -1)).transpose(1, 2).contiguous()
+
+
 def _cast(x: Tensor) -> Tensor:
     return x.to(torch.bfloat16 if x.dtype is torch.float32 else torch.float32)
 
@@ -173,6 +210,37 @@ def _families() -> Iterator[tuple[str, list[Case]]]:
         yield f"table_gradient_{name}", [(_table_gradient, (_random(c, d), ids_of(c, r), r)) for c, r, d in gradients]
     turns = ((2048, 4, 256, 64), (2048, 2, 44, 16), (512, 8, 128, 128))
     yield "rotate", [(_rotated, (_random(*s), _random(s[2], s[3] // 2), _random(s[2], s[3] // 2))) for s in turns]
+    cubes = ((2048, 256, 128), (2048, 64, 128), (2048, 40, 256), (512, 128, 64), (4096, 32, 64), (1024, 200, 128),
+             (2048, 100, 64), (2048, 16, 512), (8192, 27, 128), (64, 512, 512))  # fmt: skip
+
+    def cube(b: int, t: int, d: int) -> tuple[Tensor, Tensor]:
+        return _random(b, t, d), _random(b, d, t)
+
+    def statistics_of(b: int, t: int, d: int) -> tuple[Tensor, ...]:
+        return (*(torch.rand(b, t, 1, device="cuda") for _ in range(2)), _random(d), _random(d))
+
+    yield "turned_sum", [(_turned_sum, cube(*c)) for c in cubes]
+    yield "turned_norm", [(_turned_norm, (*cube(*c), _random(c[2]), _random(c[2]))) for c in cubes]
+    yield "norm_turned", [(_norm_turned, (*cube(*c), _random(c[2]), _random(c[2]))) for c in cubes]
+    yield "turned_norm_backward", [(_turned_norm_backward, (*cube(*c), _random(*c), *statistics_of(*c))) for c in cubes]
+    yield "turned_sums_norm_backward", [
+        (_turned_sums_norm_backward, tuple(part for pair in zip(cube(*c), cube(*c), strict=True) for part in pair)
+         + (_random(*c), *statistics_of(*c)))
+        for c in cubes
+    ]  # fmt: skip
+    yield "heads", [(_heads, (_random(b, t, d), h)) for b, t, d, h in ((2048, 256, 256, 4), (2048, 24, 256, 4), (512, 44, 16, 2))]
+    more = (
+        (4096, 8, 32, 128),
+        (1024, 4, 100, 100),
+        (2048, 4, 8, 256),
+        (2048, 2, 60, 60),
+        (512, 16, 128, 512),
+        (4096, 4, 32, 200),
+    )
+    plain = [torch.zeros(1, 1, 1, 1, dtype=torch.bool, device="cuda") for _ in more]
+    yield "softmax_plain", [(_softmax, (_random(*s), pad)) for s, pad in zip(more, plain, strict=True)]
+    pads = [torch.rand(b, 1, 1, n, device="cuda") < 0.1 for b, _, _, n in more]
+    yield "softmax_more", [(_softmax, (_random(*s), pad)) for s, pad in zip(more, pads, strict=True)]
     yield "cast_down", [(_cast, (_random(m, n, dtype=torch.float32),)) for m, n in MATRICES[1::2]]
     yield "cast_up", [(_cast, (_random(m, n),)) for m, n in MATRICES[1::2]]
 
@@ -210,12 +278,14 @@ def _measure_family(family: str, cases: list[Case], flush: Callable[[], object])
     return rows
 
 
-def measure_compiled(out: Path, seconds: float) -> int:
-    """Measure every family until the time is up; rows go to `fused.json`."""
+def measure_compiled(out: Path, seconds: float, wanted: str = "*") -> int:
+    """Measure every family whose name is wanted until the time is up; rows go to `fused.json`."""
     started = time.monotonic()
     filler = torch.empty(2**28, dtype=torch.bfloat16, device="cuda")
     rows, left_out = [], []
     for family, cases in _families():
+        if not fnmatchcase(family, wanted):
+            continue
         if time.monotonic() - started > seconds:
             left_out.append(f"{family}: out of time")
             continue
@@ -358,6 +428,59 @@ def _without_flush(times: dict[str, list[float]], iterations: int = 5) -> tuple[
     return total, launches, names
 
 
+def tabulated(rows: list[dict[str, Any]]) -> pandas.DataFrame:
+    """Kernels of `fused.json` as `perfmodel.fused` learns from them: what each does, its sizes, its bytes, its time.
+
+    A gather is taken to read as many rows as it writes, a scatter to read and write as many as it adds; of a norm's
+    backward the bytes follow from its size. Stages of reductions over columns are left out (`torch/bias_backward` of
+    memory.parquet times them whole).
+    """
+    import pandas
+
+    found = []
+    for row in rows:
+        name = row["kernel"]
+        if not name.startswith("triton_") or row["problem"]:
+            continue
+        sizes = row["sizes"]
+        kept, reduced = sizes.get("x", 1) * sizes.get("y", 1), sizes.get("r0_", 1)
+        entry = _entry(row["family"], name, kept, reduced, row["read_bytes"], row["written_bytes"], "y" in sizes)
+        if entry is not None:
+            found.append({"family": row["family"], "kept": kept, "reduced": reduced, **entry, "p50_us": row["time_us"]})
+    return pandas.DataFrame(found).drop_duplicates()
+
+
+def _entry(
+    family: str, name: str, kept: int, reduced: int, read_bytes: int, written_bytes: int, tiled: bool
+) -> dict[str, Any] | None:
+    """Kind and bytes of a kernel; None of one that is a stage of a reduction."""
+    entry = {"kind": "pointwise", "read_bytes": read_bytes, "written_bytes": written_bytes, "unordered_bytes": 0}
+    if family == "norm_backward" and (kept, reduced) in MATRICES:
+        both = kept * reduced >= 5 * 2**20 and kept >= max(4096, 2 * reduced) and written_bytes > kept * reduced
+        return {**entry, "kind": "both" if both else "row"}
+    if reduced > 1:
+        return {**entry, "kind": "row"} if family in ("norm", "softmax", "softmax_backward") else None
+    if family.startswith("lookup"):
+        return {**entry, "kind": "gather", "read_bytes": written_bytes}
+    if family == "pick":
+        return {**entry, "kind": "gather", "read_bytes": 2 * kept}
+    if family.startswith("table_gradient"):
+        if read_bytes == 0:
+            return {**entry, "kind": "fill"}
+        if read_bytes == 2 * written_bytes:  # FP32 to bf16
+            return entry
+        return (
+            {**entry, "kind": "scatter", "read_bytes": 6 * kept, "written_bytes": 4 * kept}
+            if family.endswith("uniform")
+            else None
+        )
+    if read_bytes == 0:
+        return {**entry, "kind": "fill"}
+    if family in ("rotate", "cat"):
+        return {**entry, "read_bytes": written_bytes}
+    return {**entry, "unordered_bytes": read_bytes} if tiled else entry
+
+
 def _save(path: Path, rows: list[dict[str, Any]], left_out: list[str]) -> None:
     from hil.fingerprint import fingerprint
 
@@ -381,12 +504,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=("compiled", "eager"))
     parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--families", default="*", help="families of compiled kernels to measure, as a glob (default: all)")
     parser.add_argument("--seconds", type=float, default=150)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    measure = measure_compiled if options.what == "compiled" else measure_eager
-    return measure(options.out, options.seconds)
+    if options.what == "compiled":
+        return measure_compiled(options.out, options.seconds, options.families)
+    return measure_eager(options.out, options.seconds)
 
 
 if __name__ == "__main__":

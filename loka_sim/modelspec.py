@@ -232,6 +232,7 @@ class ModelSpec:
         unaccounted: Names of what the capture saw and could not account for, each with why.
         fused: Every other kernel of a compiled forward and backward, in bf16, tables' gradients left out; empty where it
             is not known.
+        untraced: Why a capture found no such kernels; empty where it did.
         source: Where it came from (zoo name, import path, file).
     """
 
@@ -243,6 +244,7 @@ class ModelSpec:
     unaccounted: tuple[str, ...] = ()
     source: str = ""
     fused: tuple[Fused, ...] = ()
+    untraced: str = ""
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def at_batch(self, batch: int) -> ModelSpec:
@@ -274,6 +276,7 @@ class ModelSpec:
             "tables": [dict(vars(table)) for table in self.tables],
             "sites": [site.to_dict() for site in self.sites],
             "fused": [kernel.to_dict() for kernel in self.fused],
+            "untraced": self.untraced,
             "unaccounted": list(self.unaccounted),
         }
 
@@ -301,6 +304,7 @@ class ModelSpec:
             dense_parameters=int(document.get("dense_parameters", 0)),
             unaccounted=tuple(document.get("unaccounted", ())),
             fused=tuple(Fused.from_dict(kernel) for kernel in document.get("fused", ())),
+            untraced=document.get("untraced", ""),
             source=document.get("source", ""),
         )
 

@@ -74,30 +74,29 @@ def capture(
     sites, unaccounted = fit_sites(batches, [run.sites for run in runs])
     counted = [f"{what} ({said(flops, batch)})" for what, flops in first.unaccounted.items()]
     tables, dense = _tables(model, first, batch)
-    fused, problem_of_fused = _fused(model, inputs, loss, batch, batch_dim)
+    fused, untraced = _fused(model, inputs, loss, batch, batch_dim)
     return ModelSpec(
         name=name or type(model).__name__,
         batch=batch,
         sites=tuple(sites),
         tables=tables,
         dense_parameters=dense,
-        unaccounted=(*unaccounted, *counted, *problem_of_fused),
+        unaccounted=(*unaccounted, *counted),
         fused=tuple(fused),
+        untraced=untraced,
         source=f"{type(model).__module__}:{type(model).__qualname__}",
     )
 
 
 def _fused(
     model: nn.Module, inputs: Any, loss: Callable[[Any], torch.Tensor] | None, batch: int, batch_dim: int
-) -> tuple[list[Fused], list[str]]:
-    """The kernels beside the GEMMs, or a line that says why there are none."""
+) -> tuple[list[Fused], str]:
+    """The kernels beside the GEMMs, and why there are none where there are none."""
     batches = [batch, 2 * batch]
     try:
-        fused, problem = fit_fused(batches, [traced(model, inputs, loss, batch, size, batch_dim) for size in batches])
+        return fit_fused(batches, [traced(model, inputs, loss, batch, size, batch_dim) for size in batches])
     except Exception as error:  # anything that a model or a tracer may raise: the sites are known all the same
-        reason = (str(error).strip().splitlines() or [""])[0][:160]
-        fused, problem = [], f"{type(error).__name__}: {reason}"
-    return fused, [f"memory-bound kernels: not traced ({problem}); only the dense step can be predicted"] if problem else []
+        return [], f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
 
 
 class _Failure(Exception):

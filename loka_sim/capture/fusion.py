@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from loka_sim.capture.lowering import Lowered, Scheduled
+from loka_sim.capture.lowering import ACROSS, Lowered, Scheduled
 
 MOST_FUSED = 64  # torch._inductor.config.max_fusion_size
 # torch._inductor.scheduler.MixOrderReduction, torch 2.11 and 2.13.
@@ -227,13 +227,13 @@ def _measured(lowered: Lowered, loops: list[Scheduled], number: int, users: dict
     unordered: set[int] = set()
     # A loop that could run in either order runs in that of the others, and then it is what it writes that is turned.
     follows = len(loops) > 1 and not all(loop.turns for loop in loops)
-    turned_writes = sum(size for loop in loops if follows and loop.turns for b, size in loop.writes.items() if b in kept)
+    turned_writes = sum(size for loop in loops if follows and loop.across for b, size in loop.writes.items() if b in kept)
     for loop in loops:
         for (buffer, part), access in loop.reads.items():
             if buffer not in made:
                 sizes = parts.setdefault(buffer, {})
                 sizes[part] = max(sizes.get(part, 0), access.read_bytes)
-                if access.turned and not (follows and loop.turns):
+                if access.turned == ACROSS and not (follows and loop.turns):
                     unordered.add(buffer)
     # Parts of a buffer may overlap: together they are no more than all of it.
     read = {buffer: min(sum(sizes.values()), max(lowered.sizes[buffer], *sizes.values())) for buffer, sizes in parts.items()}

@@ -48,14 +48,16 @@ class Access:
     Attributes:
         read_bytes: Distinct bytes.
         whole: Every element of the reader's loop reads its own, so that both may be one loop.
-        turned: The elements lie in another order than the reader's loop runs.
+        turned: `TURNED` where the elements lie in another order than the reader's loop runs, `ACROSS` where also the
+            loop's closest elements are not the closest in memory; 0 where the order is the same.
     """
 
     read_bytes: int
     whole: bool
-    turned: bool = False
+    turned: int = 0
 
 
+TURNED, ACROSS = 1, 2
 Reads = dict[tuple[int, str], Access]
 """By buffer, and by which part of it (empty: all of it)."""
 
@@ -85,6 +87,11 @@ class Scheduled:
         """A loop that brings elements into another order and could run in either."""
         large = [access for access in self.reads.values() if 2 * access.read_bytes >= max(self.writes.values(), default=0)]
         return self.kind == "pointwise" and bool(large) and all(access.turned and access.whole for access in large)
+
+    @property
+    def across(self) -> bool:
+        """A loop that turns the closest elements too."""
+        return self.turns and any(access.turned == ACROSS for access in self.reads.values())
 
 
 @dataclass
@@ -181,16 +188,16 @@ class Lowering:
         found = self._views.get(node, [])
         return found if isinstance(found, list) else [found]
 
-    def _inputs(self, node: fx.Node) -> list[tuple[_View, bool]]:
+    def _inputs(self, node: fx.Node) -> list[tuple[_View, int]]:
         """Views that a node reads, and whether it reads them in another order than they lie."""
         value = value_of(node)
         found = []
         for source in node.all_input_nodes:
-            turned = isinstance(value, torch.Tensor) and _turned(value_of(source), value)
+            turned = _turned(value_of(source), value) if isinstance(value, torch.Tensor) else 0
             found += [(view, turned) for view in self._all(source)]
         return found
 
-    def _reads(self, view: _View, turned: bool = False) -> Reads:
+    def _reads(self, view: _View, turned: int = 0) -> Reads:
         root = view.root
         if root.buffer is not None:
             size = min(view.numel * root.itemsize, self.result.sizes[root.buffer])
@@ -198,7 +205,9 @@ class Lowering:
         share = min(1.0, view.numel / max(root.numel, 1))
         return {
             (buffer, part or (view.part if share < 1 else "")): Access(
-                math.ceil(access.read_bytes * share), access.whole and view.whole, access.turned != turned
+                math.ceil(access.read_bytes * share),
+                access.whole and view.whole,
+                0 if access.turned == turned else max(access.turned, turned),
             )
             for (buffer, part), access in root.reads.items()
         }
@@ -290,7 +299,7 @@ class Lowering:
             gathered = isinstance(source, fx.Node) and view in self._all(source)
             if gathered:
                 self._realize(view)
-            for key, access in self._reads(view, turned and not gathered).items():
+            for key, access in self._reads(view, 0 if gathered else turned).items():
                 if gathered:
                     access = Access(root.numel * view.root.itemsize, False)
                 _add(root.reads, key, access)
@@ -394,18 +403,19 @@ def _add(reads: Reads, key: tuple[int, str], access: Access) -> None:
         reads[key] = access
     else:
         bytes_read = max(known.read_bytes, access.read_bytes)
-        reads[key] = Access(bytes_read, known.whole and access.whole, known.turned or access.turned)
+        reads[key] = Access(bytes_read, known.whole and access.whole, max(known.turned, access.turned))
 
 
-def _turned(read: Any, loop: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie in another order than those of the tensor that a loop makes from it."""
+def _turned(read: Any, loop: torch.Tensor) -> int:
+    """How a tensor's elements lie against those of the tensor that a loop makes from it, see `Access.turned`."""
     if not isinstance(read, torch.Tensor) or read.dim() > loop.dim():
-        return False
+        return 0
     offset = loop.dim() - read.dim()
     dims = [dim for dim in range(read.dim()) if read.shape[dim] > 1 and read.stride(dim) and loop.shape[dim + offset] > 1]
     steps, loop_steps = read.stride(), loop.stride()
     own = sorted(dims, key=lambda dim: -steps[dim])
-    return own != sorted(dims, key=lambda dim: -loop_steps[dim + offset])
+    order = sorted(dims, key=lambda dim: -loop_steps[dim + offset])
+    return 0 if own == order else ACROSS if own[-1] != order[-1] else TURNED
 
 
 def _trailing(value: torch.Tensor) -> bool:
