@@ -131,6 +131,7 @@ class WhatIf:
         communication: Collectives of one step; None for one GPU.
         times: Every kernel time predicted.
         toolbox: FP8 kernels that were to choose from: of the libraries asked for those that the time model knows.
+        parallel: How the job is spread over GPUs.
     """
 
     settings: Settings
@@ -142,6 +143,7 @@ class WhatIf:
     communication: Communication | None
     times: Times
     toolbox: Toolbox
+    parallel: Parallel = Parallel()
 
     @property
     def decision(self) -> Step:
@@ -248,7 +250,7 @@ def whatif(
     )
     costs = [SiteCost(*entry) for entry in zip(shapes, arounds, accuracies, strict=True)]
     steps = _steps(spec, costs, sites, decider, torch)
-    return WhatIf(settings, spec, _hardware(timing), known, sites, steps, exchanged, times, decider.toolbox)
+    return WhatIf(settings, spec, _hardware(timing), known, sites, steps, exchanged, times, decider.toolbox, parallel)
 
 
 def _check(gpus: int, max_mere: float, min_speedup: float) -> None:

@@ -27,6 +27,7 @@ _EPILOG = """start here:
   loka-sim whatif my_package.model:make           ... for your own
   loka-sim whatif wukong --out runs/wukong        ... with dispatch table and report
   loka-sim step wukong --gpus 64 --trace t.json   one step's timeline over 64 GPUs, as a trace for Perfetto
+  loka-sim step wukong --gpus 1,8,64,512          ... and what is left of it on more
   loka-sim compare runs/a runs/b                  what changed between two runs, and what it is worth
   loka-sim validate --gpu wukong                  on a Hopper GPU: how true all that is, and a calibration
 """

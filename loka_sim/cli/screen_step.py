@@ -28,15 +28,69 @@ def step_screen(document: dict[str, Any], style: Style, trace: Path | None = Non
     lines += [*_streams(document, style), "", *_kinds(document, style)]
     if document["collectives"]:
         lines += ["", *_calls(document, style)]
-    lines.append("")
-    for statement in document["statements"]:
-        warning = statement["level"] == "warning"
-        lines += [
-            style(line, "yellow" if warning else "dim") for line in wrap(statement["text"], "  ! " if warning else "  - ", "    ")
-        ]
+    lines += ["", *_statements(document, style)]
     if trace is not None:
         lines += ["", f"wrote {trace}: open it in https://ui.perfetto.dev"]
     return "\n".join(lines)
+
+
+def scaling_screen(document: dict[str, Any], style: Style) -> str:
+    """One row for each number of GPUs, at most 100 columns wide.
+
+    Args:
+        document: `loka_sim.scaling.scaling_document`'s.
+        style: Colour or none.
+    """
+    model, cluster = document["model"], document["cluster"]
+    hosts = "" if cluster is None else f", hosts of {cluster['name']} ({cluster['nic_gbps']:g} Gb/s a GPU)"
+    how = f"{document['dense']}, embeddings in {document['exchange']}, batch {model['batch']:,} per GPU"
+    lines = [style(line, "dim") for line in wrap(f"{model['name']}, {document['hardware'].upper()}{hosts}, {how}", "", "  ")]
+    head_words = (
+        "GPUs",
+        "step us",
+        "90% interval",
+        "bf16 us",
+        "speedup",
+        "communication",
+        "exposed",
+        "efficiency",
+        "samples/s",
+        "",
+    )
+    rows: list[tuple[str, ...]] = [head_words]
+    for row in document["rows"]:
+        if "missing" in row:
+            rows.append((f"{row['gpus']:,}", *["-"] * 8, ""))
+            continue
+        ends = f"[{row['step_low_us']:,.0f}, {row['step_high_us']:,.0f}]"
+        us = [f"{row[key]:,.0f}" for key in ("bf16_step_us", "communication_us", "exposed_us")]
+        rows.append(
+            (
+                f"{row['gpus']:,}", f"{row['step_us']:,.0f}", ends, us[0], f"{row['speedup']:.2f}x", us[1], us[2],
+                f"{row['efficiency']:.0%}", _rate(row["samples_per_s"]), row["basis"] or "",
+            )
+        )  # fmt: skip
+    head, *body = table(rows, "rrrrrrrrrl", indent=0)
+    missing = [f"{row['gpus']:,} GPUs: {row['missing']}." for row in document["rows"] if "missing" in row]
+    said = [style(line, "yellow") for text in missing for line in wrap(text, "  ! ", "    ")]
+    return "\n".join([*lines, "", style(head, "dim"), *body, "", *said, *_statements(document, style)])
+
+
+def _rate(value: float) -> str:
+    """Samples a second, three digits."""
+    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.3g}{prefix}"
+    return f"{value:.3g}"
+
+
+def _statements(document: dict[str, Any], style: Style) -> list[str]:
+    lines = []
+    for statement in document["statements"]:
+        warning = statement["level"] == "warning"
+        wrapped = wrap(statement["text"], "  ! " if warning else "  - ", "    ")
+        lines += [style(line, "yellow" if warning else "dim") for line in wrapped]
+    return lines
 
 
 def _subject(document: dict[str, Any]) -> str:

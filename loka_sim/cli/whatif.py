@@ -26,13 +26,23 @@ def add(verbs: Any) -> None:
     verb.set_defaults(run=run)
 
 
-def add_question(verb: argparse.ArgumentParser) -> None:
-    """Add the options of a what-if, whatever is then shown of the answer."""
+def add_question(verb: argparse.ArgumentParser, several: bool = False) -> None:
+    """Add the options of a what-if, whatever is then shown of the answer.
+
+    Args:
+        verb: Where to.
+        several: Whether `--gpus` takes more than one number; it is a list then.
+    """
     verb.add_argument(
         "model", metavar="MODEL", help="zoo name (see `loka-sim models`), model spec file, or package.module:callable"
     )
     verb.add_argument("--batch", type=int, metavar="N", help="samples per GPU (default: the model's own)")
-    verb.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of the training job (default: 1)")
+    if several:
+        verb.add_argument(
+            "--gpus", type=_numbers, default=[1], metavar="N[,N...]", help="GPUs of the training job; several: side by side"
+        )
+    else:
+        verb.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of the training job (default: 1)")
     verb.add_argument("--hardware", default="h200", metavar="NAME", help="whose timings to use (default: h200)")
     verb.add_argument("--statistics", metavar="NAME|DIR", help="distributions of the tensors (default: the zoo model's own)")
     verb.add_argument(
@@ -65,14 +75,22 @@ def add_question(verb: argparse.ArgumentParser) -> None:
     )
 
 
-def ask(arguments: argparse.Namespace) -> WhatIf:
+def _numbers(text: str) -> list[int]:
+    """Whole numbers with commas between them."""
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number, nor several with commas between them") from None
+
+
+def ask(arguments: argparse.Namespace, gpus: int) -> WhatIf:
     """The what-if that the options of `add_question` ask for."""
     from loka_sim.whatif import whatif
 
     return whatif(
         arguments.model,
         batch=arguments.batch,
-        gpus=arguments.gpus,
+        gpus=gpus,
         hardware=arguments.hardware,
         statistics=arguments.statistics,
         mods=arguments.mods,
@@ -93,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     from loka_sim.run_folder import RunFolder
 
     folder = None if arguments.out is None else RunFolder.prepare(arguments.out)
-    answer = ask(arguments)
+    answer = ask(arguments, arguments.gpus)
     document = answer.to_dict()
     if folder is not None:
         folder.write(document, ["loka-sim", *arguments.argv])

@@ -296,3 +296,56 @@ def test_a_dispatch_tables_own_step(capsys, made_up, made_up_model, tmp_path):
     (tmp_path / "less.json").write_text(json.dumps(table))
     code, _, err = run(capsys, "step", model, "--table", str(tmp_path / "less.json"))
     assert code == 3 and "says nothing of site bottom.0, output" in err
+
+
+def test_several_numbers_of_gpus_side_by_side(capsys, made_up, made_up_model, tmp_path):
+    from loka_sim.modelspec import save
+
+    save(made_up_model, tmp_path / "m.json")
+    words = ["step", str(tmp_path / "m.json"), "--dense", "hsdp", "--gpus"]
+    code, out, err = run(capsys, *words, "1,4,64", "--json")
+    document = json.loads(out)
+    assert code == 0 and err == "" and problem(document, "scaling") is None
+    assert document["command"].startswith(f"loka-sim step {words[1]} --batch 2048 --dense hsdp --gpus 1,4,64")
+    assert [row["basis"] for row in document["rows"]] == [None, "interpolated", "modelled"]
+    # Each row is what the verb says of that number alone.
+    for row in document["rows"]:
+        alone = json.loads(run(capsys, *words, str(row["gpus"]), "--json")[1])["steps"]["decision"]
+        assert {key: row[key] for key in ("step_us", "step_low_us", "step_high_us", "exposed_us")} == {
+            key: alone[key] for key in ("step_us", "step_low_us", "step_high_us", "exposed_us")
+        }
+        assert row["samples_per_s"] == pytest.approx(row["gpus"] * 2048 / row["step_us"] * 1e6, rel=1e-4)
+    assert [row["efficiency"] for row in document["rows"]] == sorted(
+        (row["efficiency"] for row in document["rows"]), reverse=True
+    )
+    assert document["rows"][0]["efficiency"] == 1 and document["rows"][0]["communication_us"] == 0
+    code, out, _ = run(capsys, *words, "1,4,64")
+    assert code == 0 and "efficiency" in out and max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "4,x"], "'4,x' is no number"),
+        (["--gpus", "4,12"], "--gpus 12: hosts of hgx_h200 have 8 GPUs"),
+        (["--gpus", "4,8", "--trace", "t.json"], "--trace is of one number of GPUs"),
+        (["--gpus", "4,8", "--table", "t.json"], "--table is of one number of GPUs"),
+    ],
+)
+def test_side_by_side_refuses_what_cannot_be(capsys, made_up, words, message):
+    code, out, err = run(capsys, "step", "wukong-small", *words)
+    assert (code, out) == (2, "") and message in err and len(err.splitlines()) == 1
+
+
+def test_numbers_of_gpus_without_figures_are_said(capsys, made_up, made_up_times, made_up_model, monkeypatch):
+    from loka_sim.scaling import scaling, scaling_document
+    from perfmodel import collectives
+
+    answer = loka_sim.whatif(made_up_model)
+    table = collectives.load("h200").table
+    monkeypatch.setattr(made_up_times, "collectives", collectives.CollectiveModel("h200", table[table["ranks"] == 2]))
+    document = scaling_document(scaling(answer, [1, 2, 4]))
+    assert problem(document, "scaling") is None
+    assert "step_us" in document["rows"][1] and "between one number of ranks only" in document["rows"][2]["missing"]
+    with pytest.raises(UserError, match="no number of GPUs has a figure"):
+        scaling_document(scaling(answer, [4, 8]))
