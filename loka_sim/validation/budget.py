@@ -17,7 +17,7 @@ class Part:
 
     Attributes:
         share: Of the time that all stages take together.
-        least_s: Seconds below which it is not worth beginning.
+        least_s: Seconds that it is worth beginning for; half of them where nothing else is waiting.
         rank: The lowest is cut first.
     """
 
@@ -80,8 +80,8 @@ class Budget:
         kept = sorted(ahead, key=lambda other: -self._parts[other].rank)
         while len(kept) > 1 and sum(self._parts[other].least_s for other in kept) > left:
             kept.pop()
-        if name not in kept or left <= 0:
-            return None
         part = self._parts[name]
+        if name not in kept or left < part.least_s / 2:
+            return None
         seconds = left * part.share / sum(self._parts[other].share for other in kept)
         return min(left, max(seconds, part.least_s))

@@ -34,6 +34,7 @@ TITLES = {
     "times_first": "times of the model's shapes, first half", "times_second": "times of the model's shapes, second half",
     "times_fresh": "times of fresh shapes", "step": "the whole model's step",
 }  # fmt: skip
+LEAST_COMPARING_S = 3.0
 # What the step's process may take beyond its deadline, as a part of the whole time.
 OVERTIME = 0.1
 

@@ -4,6 +4,7 @@ import json
 import math
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -19,6 +20,7 @@ from loka_sim.dispatch.decide import flat
 from loka_sim.errors import DataError, UserError
 from loka_sim.schemas import problem
 from loka_sim.validation import judge, measuring, plan, regret, tensors
+from loka_sim.validation.budget import Budget
 from perfmodel.kernels import KERNELS
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no GPU")
@@ -189,6 +191,71 @@ def test_the_exported_step_is_predicted_as_torchao_runs_it():
     assert by_name["decision"]["predicted_before"]["speedup"] == pytest.approx(bf16 / decided, rel=1e-3)
     assert bool(passes) == bool(part["note"])
     assert step_part({"medians": {}, "note": None}, answer, answer) is None
+
+
+class MadeUpSteps:
+    """The step's process: bf16 takes 100 ms, whatever else there is 80."""
+
+    started = []
+
+    def __init__(self, model, batch, mods, folder, deadline, lock):
+        self.asked, self.child = [model, batch, deadline], SimpleNamespace(stop=lambda: self.asked.append("stopped"))
+        MadeUpSteps.started.append(self)
+
+    def decide(self, table):
+        self.asked.append("no decision" if table is None else len(table["sites"]))
+
+    def result(self, seconds):
+        assert seconds > 0
+        return {
+            "medians": {"bf16": {"p50_ms": 100.0}, "naive_tensorwise": {"p50_ms": 80.0}},
+            "left_out": ["decision: no torchao"],
+        }
+
+
+def test_a_model_that_can_be_run_gives_tensors_and_a_step(tmp_path, monkeypatch):
+    import hil.tensor_errors
+    from loka_sim.validation import runnable, stepper
+
+    made = runnable.Runnable(None, None, None, "dlrm-small")
+    monkeypatch.setattr(runnable, "runnable", lambda model, batch, mods: made)
+    monkeypatch.setattr(stepper, "Stepper", MadeUpSteps)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
+
+    def measure(kernel, a, b):
+        shape = (a.shape[0], b.shape[0], a.shape[1])
+        return hil.tensor_errors.TensorError(kernel, shape, 100, 100, 30.0, 0.05, 30.0, 0.05)
+
+    monkeypatch.setattr(hil.tensor_errors, "measure", measure)
+    machine = on(MadeUp(), monkeypatch)
+    document = loka_sim.validate("dlrm-small", out=tmp_path / "run", minutes=2)
+    assert problem(document, "validation") is None
+    assert machine.asked == ["sampled", "model", "model", "fresh"]
+    steps = MadeUpSteps.started.pop()
+    assert steps.asked == ["dlrm-small", 512, pytest.approx(120, abs=20), "no decision", "stopped"]
+    assert {row["site"] for row in document["numerics"]["tensors"]} >= {"bottom.1", "top.1", "predict"}
+    assert [variant["name"] for variant in document["step"]["variants"]] == ["bf16", "naive_tensorwise"]
+    by_name = {stage["name"]: stage for stage in document["stages"]}
+    assert not by_name["the whole model's step"]["complete"]
+    assert by_name["the whole model's step"]["note"] == "decision: no torchao"
+    assert by_name["numerics, the model's tensors"]["note"].endswith(" sites")
+    again = loka_sim.validate("dlrm-small", out=tmp_path / "run", minutes=2)
+    assert again["step"] == document["step"] and not MadeUpSteps.started
+
+
+def test_a_validation_without_time_says_what_it_cut(spec_file, tmp_path, monkeypatch):
+    machine = on(MadeUp(), monkeypatch)
+    with monkeypatch.context() as hurried:
+        hurried.setattr(Budget, "left", lambda self: (90.0, 26.0, 12.0)[len(machine.asked)])
+        document = loka_sim.validate(spec_file, out=tmp_path / "run", batch=512, minutes=1.5)
+    assert machine.asked == ["sampled", "model"]
+    cut = [stage["name"] for stage in document["stages"] if not stage["complete"]]
+    assert cut == ["times of the model's shapes, second half", "times of fresh shapes"]
+    assert {row["set"] for row in document["time"]["summary"]} == {"model"}
+    # What was cut is measured when the same command is run again.
+    machine = on(MadeUp(), monkeypatch)
+    document = loka_sim.validate(spec_file, out=tmp_path / "run", batch=512, minutes=1.5)
+    assert machine.asked == ["model", "fresh"] and all(stage["complete"] for stage in document["stages"])
 
 
 def test_killed_in_the_middle_it_goes_on_where_it_was(validated, spec_file, tmp_path, monkeypatch):
