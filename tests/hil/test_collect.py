@@ -1,5 +1,6 @@
 import json
 import math
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -243,3 +244,39 @@ def test_an_eager_call_is_timed_by_the_wall(monkeypatch):
 
     assert 2000 <= eager_call_us(launch, kernel_us=2000.0, turns=3) < 10000
     assert calls == [0, 1, 2, 3] * 4
+
+
+def test_a_deadline_and_a_lock_shared_with_others(gpu, folder):
+    (folder / "shapes.csv").write_text(
+        "m,n,k,groups,kernels\n256,128,128,1,torch/bf16 torch/fp8_rowwise_*\n256,100,128,1,loka/*\n"
+    )
+    lock = ("--lock", str(folder / "gpu.lock"))
+    assert run(folder, *lock, "--until", f"{time.time() - 1:.1f}") == 1 and gpu.asked == []
+    assert run(folder, *lock, "--until", f"{time.time() + 60:.1f}") == 0
+    asked = {name for name, shape in gpu.asked if shape == Shape(256, 128, 128)}
+    assert asked == {"torch/bf16", "torch/fp8_rowwise_fast", "torch/fp8_rowwise_split"}
+
+
+def test_kernels_not_compiled_by_the_deadline_are_left_out(monkeypatch):
+    from contextlib import nullcontext
+
+    from hil import timing
+
+    bound, clock = [], SimpleNamespace(now=0.0)
+
+    def runner(name):
+        def bind(shape, pool):
+            bound.append(name)
+            clock.now += 10
+            return lambda index: None
+
+        return SimpleNamespace(name=name, bind=bind, error=lambda *_: 0.0, limit=0.1, moved_bytes=lambda shape: 1)
+
+    monkeypatch.setattr(room.time, "time", lambda: clock.now)
+    monkeypatch.setattr(timing, "capture", lambda launch, launches: (None, []))
+    monkeypatch.setattr(timing, "time_interleaved", lambda graphs: [Timing((1.0, 2.0), 1)] * len(graphs))
+    monkeypatch.setattr(timing, "eager_call_us", lambda *_: 1.0)
+    for name in ("clock_rate", "power_draw", "temperature"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 1)
+    rows = room.measure_shape(Shape(1, 1, 1), [runner(name) for name in "abcd"], None, nullcontext(), deadline=15.0)
+    assert bound == ["a", "b"] and [row["kernel"] for row in rows] == ["a", "b"]
