@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loka_sim.calibration import load as load_calibration
-from loka_sim.dispatch.candidates import Row, illegal, launches
+from loka_sim.dispatch.candidates import Row, illegal, launches, launches_said
 from loka_sim.dispatch.cost import Times
 from loka_sim.dispatch.operands import LIBRARIES, Toolbox
 from loka_sim.dispatch.table import load
@@ -53,14 +52,16 @@ def table_timeline(answer: WhatIf, path: str | Path) -> Timeline:
             raise DataError(f"--table {path} says nothing of site {site.site.name}, {missing[0]}; {mend}")
         kernels = {name: str(passes[name]["kernel"]) for name in site.shape.names}
         # What makes the operands is said too, but by older versions, which knew torch's quantizers alone.
-        makers = {maker for name in kernels for maker in passes[name].get("quantizers", {}).values()}
-        toolbox = replace(torch, quantizers=tuple(sorted(makers))) if makers else torch
+        makers = {name: passes[name].get("quantizers", {}) for name in kernels}
         for name, kernel in kernels.items():
-            for one in {kernel, *makers} - set(model.manifest["kernels"]):
+            for one in {kernel, *makers[name].values()} - set(model.manifest["kernels"]):
                 raise DataError(f"--table {path}: {one} has no time on {settings.hardware}; choose another calibration")
             if reason := illegal(site.shape, name, kernel, every):
                 raise DataError(f"--table {path}: site {site.site.name}, {name} cannot run {kernel} at this batch: {reason}")
-        rows[site.site.name] = launches(site.shape, kernels, toolbox)
+        try:
+            rows[site.site.name] = launches_said(site.shape, kernels, makers)
+        except KeyError:
+            rows[site.site.name] = launches(site.shape, kernels, torch)
     wanted = {row for passes in rows.values() for launched in passes.values() for row in launched}
     times = {**answer.times.of, **Times.predict(model, wanted - set(answer.times.of)).of}
 

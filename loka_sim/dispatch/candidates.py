@@ -13,12 +13,12 @@ so quantized operands can be shared between passes: a decision is about a site, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from loka_sim.dispatch.operands import TORCH, TRANSPOSE, Row, Toolbox
+from loka_sim.dispatch.operands import TORCH, TRANSPOSE, Launch, Row, Toolbox, Way
 from loka_sim.modelspec import PASSES, Site
 from perfmodel.kernels import KERNELS
 
@@ -176,9 +176,43 @@ def launches(shape: SiteShape, assignment: Assignment, toolbox: Toolbox = TORCH)
         assignment: Kernel per pass; passes left out launch nothing.
         toolbox: What makes the operands.
     """
+    made = (
+        (readers, toolbox.fastest(takes, frozenset(readers), *shape.tensor(tensor)))
+        for (tensor, takes), readers in _read(shape, assignment).items()
+    )
+    return _launched(shape, assignment, made)
+
+
+def launches_said(
+    shape: SiteShape, assignment: Assignment, makers: Mapping[str, Mapping[str, str]]
+) -> dict[str, tuple[Row, ...]]:
+    """As `launches`, the operands made by the kernels that a dispatch table names.
+
+    Args:
+        shape: The site.
+        assignment: Kernel per pass.
+        makers: Per pass and quantized tensor of x, w, g, the kernel that it comes from, as `operand_makers` says it.
+
+    Raises:
+        KeyError: of a quantized tensor nothing is said.
+    """
+    made: list[tuple[dict[bool, str], Way]] = []
+    for (tensor, _), readers in _read(shape, assignment).items():
+        height, width = shape.tensor(tensor)
+        readings: dict[str, list[bool]] = {}
+        for reading, name in readers.items():
+            readings.setdefault(makers[name][tensor], []).append(reading)
+        made.append((readers, tuple(Launch(Row(k, height, 1, width), tuple(some)) for k, some in readings.items())))
+    return _launched(shape, assignment, made)
+
+
+def _launched(
+    shape: SiteShape, assignment: Assignment, made: Iterable[tuple[Mapping[bool, str], Way]]
+) -> dict[str, tuple[Row, ...]]:
+    """GEMMs, and what makes each tensor: with the passes that take its readings."""
     rows = {name: [Row(kernel, *shape.gemm(name))] for name, kernel in assignment.items()}
-    for (tensor, takes), readers in _read(shape, assignment).items():
-        for launch in toolbox.fastest(takes, frozenset(readers), *shape.tensor(tensor)):
+    for readers, way in made:
+        for launch in way:
             first = min((readers[reading] for reading in launch.readings), key=PASSES.index)
             rows[first].append(launch.row)
     return {name: tuple(launched) for name, launched in rows.items()}

@@ -111,7 +111,8 @@ class Plan:
             alike.setdefault((loss.name, loss.wanted, loss.instead, loss.reason), []).append(loss)
         for (name, wanted, instead, reason), losses in sorted(alike.items()):
             gives_up = sum(loss.gives_up_us for loss in losses)
-            cost = f", {gives_up:.1f} us a step slower as predicted" if gives_up > 0.05 else ""
+            words = "slower" if gives_up > 0 else "faster"
+            cost = f", {abs(gives_up):.1f} us a step {words} as predicted" if abs(gives_up) > 0.05 else ""
             sites = ", ".join(loss.site for loss in losses)
             yield f"{name} of {sites}: {instead} instead of {wanted}{cost} ({reason})"
 
@@ -188,8 +189,9 @@ def _decided_anew(site: str, name: str, decision: dict[str, Any], wanted: Choice
     if wanted != instead:
         reason = wanted.beyond or "its layer is decided anew among torchao's kernels"
         yield Loss(site, name, wanted.kernel, instead.kernel, reason, costs)
-    elif others:
-        yield Loss(site, name, " and ".join(others), "torch's quantization", "torchao casts with torch's kernels", costs)
+    elif wanted.is_fp8 and (others or costs):
+        quantized = " and ".join(others) or "the decision's"
+        yield Loss(site, name, quantized, "torch's quantization", "torchao casts with torch's kernels", costs)
 
 
 def _settle(passes: dict[str, list[tuple[Choice, dict[str, Any], str]]], losses: list[Loss]) -> list[Choice]:
