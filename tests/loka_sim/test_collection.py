@@ -145,3 +145,14 @@ def test_a_machines_ceilings_are_its_fastest_rows():
     assert found["copy_bandwidth_tbs"] == pytest.approx(2**30 / 400e6, abs=0.01)
     with pytest.raises(DataError, match="no FP8 GEMM kernel"):
         hardware_of("h100", MACHINE, rows[rows["kernel"] != "torch/fp8_rowwise_fast"])
+
+
+def test_the_screen_says_which_model_it_is_and_what_is_missing(short, monkeypatch, capsys, tmp_path):
+    from loka_sim.cli import main
+
+    monkeypatch.setattr(collection, "collect", lambda out, **given: {**short[1], "asked": given})
+    assert main(["collect", "--gpu", "--out", str(tmp_path / "x"), "--minutes", "6"]) == 0
+    said = capsys.readouterr().out
+    assert max(len(line) for line in said.splitlines() if not line.startswith("next: ")) <= 100
+    assert "time model: h200's, corrected" in said and "torch/bf16" in said
+    assert "! memory: 30 of 320 shapes were measured" in said and "next: loka-sim whatif wukong --calibration" in said
