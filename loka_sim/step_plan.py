@@ -28,6 +28,8 @@ LOOKUP, FORWARD, LOSS, BACKWARD, TABLE_UPDATE, OPTIMIZER = PHASES = (
 """Parts of a step, in order."""
 
 BF16, DECISION = "bf16", "decision"
+RECOMPUTE = "#recompute"
+"""Ends the name of a site that is a forward run again in the backward."""
 
 
 @dataclass(frozen=True)
@@ -98,18 +100,15 @@ def site_pieces(sites: Sequence[SiteDecision], times: Mapping[Row, Time], launch
         made = [piece(BACKWARD, site, "gradient", row) for row in beside]
         return made + [piece(BACKWARD, site, n, row) for n in site.passes if n != "output" for row in launched(site, n)]
 
-    again: dict[str, list[SiteDecision]] = {}
-    for site in sites:
-        module, _, suffix = site.site.name.partition("#")
-        if suffix == "recompute":
-            again.setdefault(module, []).append(site)
-    first = [site for site in sites if not site.site.name.endswith("#recompute")]
+    again = {site.site.name.removesuffix(RECOMPUTE): site for site in sites if site.site.name.endswith(RECOMPUTE)}
+    first = [site for site in sites if not site.site.name.endswith(RECOMPUTE)]
     found = [made for site in first for made in run(site, FORWARD)]
     for site in reversed(first):
-        for other in again.pop(site.site.name, ()):
+        if site.site.name in again:
+            other = again.pop(site.site.name)
             found += [*run(other, BACKWARD), *back(other)]
         found += back(site)
-    return found
+    return found + [made for other in again.values() for made in (*run(other, BACKWARD), *back(other))]
 
 
 def plan(pieces: Sequence[Piece], exchanged: Communication | None = None) -> list[Op]:

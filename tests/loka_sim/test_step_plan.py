@@ -161,14 +161,15 @@ def test_backward_runs_in_reverse_and_quantizers_before_their_gemm(answer):
     assert kinds.index("gemm") == sum(kind in ("quantize", "layout") for kind in kinds)
 
 
-def test_a_checkpointed_forward_runs_again_in_the_backward(made_up):
+@pytest.mark.parametrize("name", ["a", "a#2"])
+def test_a_checkpointed_forward_runs_again_in_the_backward(made_up, name):
     passes = linear_passes(Dim(0, 1), Dim(64), Dim(64))
-    again = Site("a#recompute", "linear", {"output": passes["output"]}, weight="a.weight")
-    spec = ModelSpec("m", 64, (Site("a", "linear", passes, weight="a.weight"), again, Site("b", "linear", passes, weight="b.w")))
+    again = Site(f"{name}#recompute", "linear", {"output": passes["output"]}, weight="a.weight")
+    spec = ModelSpec("m", 64, (Site(name, "linear", passes, weight="a.weight"), again, Site("b", "linear", passes, weight="b.w")))
     names = [(op.details["phase"], op.name) for op in loka_sim.whatif(spec).timelines[BF16].ops]
-    position = names.index((BACKWARD, "a#recompute output"))
-    assert names[position - 1][1] == "b grad_weight" and names[position + 1][1] == "a grad_input"
-    assert (FORWARD, "a#recompute output") not in names
+    position = names.index((BACKWARD, f"{name}#recompute output"))
+    assert names[position - 1][1] == "b grad_weight" and names[position + 1][1] == f"{name} grad_input"
+    assert (FORWARD, f"{name}#recompute output") not in names
 
 
 def test_extras_stand_in_their_phases(answer):
