@@ -1,7 +1,7 @@
 """What a training step exchanges between GPUs, and how long each exchange takes: embeddings and dense parameters.
 
-Embedding tables are spread over the GPUs, whole tables each: per step an all-to-all of pooled embeddings forward and one of
-their gradients backward. The dense part is replicated (`ddp`: its gradients are all-reduced in DistributedDataParallel's
+Embedding tables are spread over the GPUs, evenly: per step an all-to-all of pooled embeddings forward and one of their
+gradients backward. The dense part is replicated (`ddp`: its gradients are all-reduced in DistributedDataParallel's
 default buckets), sharded over all GPUs (`fsdp`: its parameters are gathered before the forward and again before the
 backward, gradients reduce-scattered), or sharded inside each host and replicated over hosts (`hsdp`). Dense parameters and
 gradients travel in bf16.
