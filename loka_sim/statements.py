@@ -117,5 +117,5 @@ def _left_out(answer: WhatIf) -> Iterable[Statement]:
         measured = answer.communication.basis in ("interpolated", None) and not answer.communication.missing
         yield ("note" if measured else "warning"), in_words(answer.communication)
         if not answer.communication.missing:
-            yield "note", ("On several GPUs tables are spread evenly, the forward waits for the embeddings, and the step ends with "
-                           "the last reduction. Compute and communication are taken not to slow each other down.")  # fmt: skip
+            yield "note", ("On several GPUs tables are spread evenly, the forward waits for the embeddings, and the step ends "
+                           "with the last reduction. Compute and communication are taken not to slow each other down.")  # fmt: skip
