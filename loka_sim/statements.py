@@ -118,4 +118,4 @@ def _left_out(answer: WhatIf) -> Iterable[Statement]:
         yield ("note" if measured else "warning"), in_words(answer.communication)
         if not answer.communication.missing:
             yield "note", ("On several GPUs tables are spread evenly, the forward waits for the embeddings, and the step ends "
-                           "with the last reduction. Compute and communication are taken not to slow each other down.")  # fmt: skip
+                           "with the last reduction. Compute and communication are taken not to slow each other.")  # fmt: skip
