@@ -8,6 +8,7 @@ enter together, need the launches one by one: as counts over the site's distinct
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,23 @@ Place = tuple[int, ...]
 """An assignment: per pass the place of its kernel in `SiteCosts.options`, or its length for a pass that is left out."""
 
 _CHUNKS = (16, 64, 256)
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """What makes one of x, w, g.
+
+    What kernels take of it is numbered from 1; 0 is a kernel that takes nothing quantized, or a pass left out.
+
+    Attributes:
+        axes: The one or two passes that read it.
+        taken: For each of them, what each of its kernels takes, (options + 1,).
+        rows: The rows launched, for each taking of the first pass and each of the second.
+    """
+
+    axes: list[int]
+    taken: list[Places]
+    rows: list[list[list[int]]]
 
 
 class SiteCosts:
@@ -54,12 +72,13 @@ class SiteCosts:
         gemms = [
             [self._row(Row(k, *shape.gemm(name))) for k in names] for names, name in zip(self.options, shape.names, strict=True)
         ]
-        self._pairs = [pair for tensor in "xwg" if (pair := self._pair(tensor, toolbox))]
+        self._tensors = [found for tensor in "xwg" if (found := self._tensor(tensor, toolbox))]
         columns = np.array([times.of[row] for row in self._index])
         self._us, self._below, self._above = columns[:, 0], columns[:, 0] - columns[:, 1], columns[:, 2] - columns[:, 0]
         self._gemms = [self._counts([*([row] for row in rows), []]) for rows in gemms]
-        self._made = [self._counts([row for line in rows for row in line]).reshape(len(rows), len(rows), -1)
-                      for _, _, rows in self._pairs]  # fmt: skip
+        self._made = [
+            self._counts([row for line in t.rows for row in line]).reshape(len(t.rows), len(t.rows), -1) for t in self._tensors
+        ]
         self.totals = self._totals()
         self._order = self._gaining()
         # Whether their gains are sure: -1 where nobody asked yet.
@@ -76,37 +95,40 @@ class SiteCosts:
                 result[number, row] += 1
         return result
 
-    def _pair(self, tensor: str, toolbox: Toolbox) -> tuple[list[int], list[Places], list[list[list[int]]]] | None:
-        """What makes one tensor: the passes that read it, what each of their kernels takes, and the rows for each pair of that.
-
-        Takings are numbered from 1; 0 is a kernel that takes nothing quantized, or a pass left out.
-        """
-        readers: list[tuple[int, bool, list[str | None]]] = []
+    def _tensor(self, tensor: str, toolbox: Toolbox) -> _Tensor | None:
+        """Who reads a tensor, and what is launched for each pair of what they take; None where nobody takes it quantized."""
+        axes: list[int] = []
+        turned: list[bool] = []
+        takes: list[list[str | None]] = []
         for axis, name in enumerate(self.shape.names):
-            for side, (read, turned) in enumerate(self.shape.reads(name)):
-                if read == tensor:
+            for side, use in enumerate(self.shape.reads(name)):
+                if use.tensor == tensor:
                     specs = [KERNELS[kernel] for kernel in self.options[axis]]
-                    readers.append((axis, turned, [(spec.takes_a, spec.takes_b)[side] for spec in specs]))
-        takings = sorted({takes for _, _, taken in readers for takes in taken if takes is not None})
-        if not takings:
+                    axes.append(axis)
+                    turned.append(use.transposed)
+                    takes.append([(spec.takes_a, spec.takes_b)[side] for spec in specs])
+        kinds = sorted({some for taken in takes for some in taken if some is not None})
+        if not kinds:
             return None
+        number: dict[str | None, int] = {some: i for i, some in enumerate((None, *kinds))}
         size = self.shape.tensor(tensor)
-        number: dict[str | None, int] = {takes: i for i, takes in enumerate((None, *takings))}
-        axes = [axis for axis, _, _ in readers]
-        taken = [np.array([*(number[takes] for takes in some), 0]) for _, _, some in readers]
 
-        def made(takes: str, *turned: bool) -> list[int]:
-            return [self._row(launch.row) for launch in toolbox.fastest(takes, frozenset(turned), *size)]
+        def made(some: str, *readings: bool) -> list[int]:
+            return [self._row(launch.row) for launch in toolbox.fastest(some, frozenset(readings), *size)]
 
-        alone = [[[], *(made(takes, turned) if takes in some else [] for takes in takings)] for _, turned, some in readers]
-        second = alone[1] if len(readers) == 2 else [[]]
-        rows = [[first + other for other in second] for first in alone[0]]
-        rows = [[*line, *([] for _ in range(len(rows) - len(line)))] for line in rows]
-        if len(readers) == 2:
-            for takes in set(readers[0][2]) & set(readers[1][2]) - {None}:
-                assert takes is not None
-                rows[number[takes]][number[takes]] = made(takes, readers[0][1], readers[1][1])
-        return axes, taken, rows
+        alone = [
+            [[], *(made(some, reading) if some in taken else [] for some in kinds)]
+            for reading, taken in zip(turned, takes, strict=True)
+        ]
+        if len(axes) == 1:
+            alone.append([[] for _ in number])
+        rows = [[first + second for second in alone[1]] for first in alone[0]]
+        for some in kinds:
+            if len(axes) == 2 and some in takes[0] and some in takes[1]:
+                rows[number[some]][number[some]] = made(some, *turned)
+        # A pass that is left out takes nothing.
+        taken = [np.array([*(number[some] for some in each), 0]) for each in takes]
+        return _Tensor(axes, taken, rows)
 
     def _along(self, values: npt.NDArray[Any], *axes: int) -> npt.NDArray[Any]:
         """Values of one or two passes, laid along their axes of `totals`."""
@@ -119,20 +141,17 @@ class SiteCosts:
         total: Array = np.zeros([len(names) for names in self.options])
         for axis, counts in enumerate(self._gemms):
             total = total + self._along(counts[:-1] @ self._us, axis)
-        for (axes, taken, _), counts in zip(self._pairs, self._made, strict=True):
-            us = counts @ self._us
-            if len(axes) == 2:
-                total = total + self._along(us[np.ix_(taken[0][:-1], taken[1][:-1])], *axes)
-            else:
-                total = total + self._along(us[taken[0][:-1], 0], *axes)
+        for tensor, counts in zip(self._tensors, self._made, strict=True):
+            taken = [some[:-1] for some in tensor.taken] + [np.zeros(1, dtype=np.int64)] * (2 - len(tensor.axes))
+            total = total + self._along((counts @ self._us)[np.ix_(*taken)], *tensor.axes)
         return total
 
     def launched(self, places: Places) -> Array:
         """How often each distinct row is launched, (places, rows)."""
         result: Array = sum(counts[places[:, axis]] for axis, counts in enumerate(self._gemms))  # type: ignore[assignment]
-        for (axes, taken, _), counts in zip(self._pairs, self._made, strict=True):
-            second = taken[1][places[:, axes[1]]] if len(axes) == 2 else 0
-            result = result + counts[taken[0][places[:, axes[0]]], second]
+        for tensor, counts in zip(self._tensors, self._made, strict=True):
+            first, *second = (taken[places[:, axis]] for axis, taken in zip(tensor.axes, tensor.taken, strict=True))
+            result = result + counts[first, second[0] if second else 0]
         return result
 
     def difference(self, places: Places, without: Places) -> tuple[Array, Array, Array]:
