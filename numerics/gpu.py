@@ -193,13 +193,13 @@ def tensor_amax(x: torch.Tensor) -> torch.Tensor:
 def line_scales(
     x: torch.Tensor,
     scales: torch.Tensor,
-    inverses: torch.Tensor,
+    inverses: torch.Tensor | None,
     flag: torch.Tensor | None,
     constants: kernels.Constants,
     *,
     by_rows: bool,
 ) -> None:
-    """Scales of rows (with `by_rows`), then of columns, and the inverses that a cast wants, from one read of a matrix."""
+    """Scales of rows (with `by_rows`), then of columns, and the inverses that a cast may want, from one read of a matrix."""
     height, width = _LINES
     rows, columns = x.shape
     across = triton.cdiv(columns, width)

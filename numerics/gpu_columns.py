@@ -33,7 +33,7 @@ def line_scale_kernel(
     parts, scales, inverses, flag, rows, columns, row_parts, column_parts,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Scales of rows, then of columns, and the inverses that `divide` wants, from (row_parts, rows) maxima and so on."""
+    """Scales of rows, then of columns, and, where wanted, what `divide` wants, from (row_parts, rows) maxima and so on."""
     ahead = tl.cdiv(rows, WIDTH)
     of_rows = tl.program_id(0) < ahead
     size = tl.where(of_rows, rows, columns)
@@ -51,7 +51,8 @@ def line_scale_kernel(
     scale, inverse = scale_of(largest, C)
     target = tl.where(of_rows, 0, rows) + place
     tl.store(scales + target, scale, mask=place < size)
-    tl.store(inverses + target, inverse, mask=place < size)
+    if inverses is not None:
+        tl.store(inverses + target, inverse, mask=place < size)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics import gpu
+from numerics import gpu, gpu_pairs
 from numerics.gpu_kernels import PACK_E4M3, PACK_E5M2, divide, magnitude_bits, report, round_to_grid, scale_of
 from numerics.quantization import QuantizedTensor
 from numerics.recipe import Recipe
@@ -219,13 +219,18 @@ def _launch(
     amax = inverses = None
     partials = 0
     height, width, warps = _CAST if tensorwise else _LINES if lines else _TURNED if blocks and codes is None else _BLOCK
+    pairs = gpu_pairs.supports(x, recipe)
     with gpu.on(x.device):
         if tensorwise:
             amax = gpu.tensor_amax(x)
             partials = amax.numel()
         elif lines:
-            inverses = torch.empty_like(every)
+            inverses = None if pairs else torch.empty_like(every)
             gpu.line_scales(x, every, inverses, flag, constants, by_rows=codes is not None)
+        if pairs:
+            mode = "tensor" if tensorwise else "lines" if lines else "blocks" if blocks else "tile"
+            gpu_pairs.launch(x, mode, amax, codes, turned, scales, turned_scales, flag, constants)
+            return flag is None or not int(flag)
         dual_kernel[(triton.cdiv(columns, width), triton.cdiv(rows, height))](
             x, amax, inverses, codes, turned.view(torch.int32), scales, turned_scales, flag, rows, columns, x.stride(0), partials,
             PARTIALS=triton.next_power_of_2(partials) if partials else 0, LINES=lines, BLOCKS=blocks, ROWS=height, WIDTH=width,

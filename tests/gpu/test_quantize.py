@@ -207,3 +207,21 @@ def test_both_layouts_at_once(scaling, fmt, dtype):
             assert_same(got.codes, wanted.codes.cpu(), f"seed {seed}")
             assert_same(got.scales, wanted.scales.cpu(), f"seed {seed}")
             assert got.codes.is_contiguous()
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_quotients_of_every_bfloat16(fmt):
+    """Every amax of bfloat16 over every value below it that does not vanish: the quotient of two float32 factors."""
+    from numerics.gpu_dual import quantize_turned
+
+    every = torch.arange(1, 0x7F80, dtype=torch.int32, device="cuda")
+    span = 40 * 128  # Bit patterns below an amax: 40 binades.
+    recipe = Recipe.parse(f"{fmt}/block1x128")
+    for some in every.split(128 * 16):
+        some = torch.nn.functional.pad(some, (0, -len(some) % 128), value=1)
+        # A block is a column of 128 rows: its amax, and 127 of the patterns below it.
+        below = torch.arange(span + 127 - span % 127, device="cuda", dtype=torch.int32).view(-1, 1, 127)
+        bits = torch.cat([some.view(1, -1, 1).expand(len(below), -1, -1), (some.view(1, -1, 1) - below).clamp(min=0)], 2)
+        x = bits.reshape(-1, 128).t().contiguous().to(torch.int16).view(torch.bfloat16)
+        made, wanted = quantize_turned(x, recipe), in_torch(quantize, x.t().contiguous(), recipe)
+        assert torch.equal(made.scales, wanted.scales) and torch.equal(made.codes, wanted.codes)

@@ -289,6 +289,48 @@ def test_both_layouts_at_once(fmt, scaling):
 
 
 @interpreted
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "block1x128", "block128x128"])
+def test_both_layouts_of_bfloat16_two_at_a_time(fmt, scaling):
+    from numerics import gpu_pairs
+    from numerics.gpu_dual import quantize_dual, quantize_turned
+
+    x = draw((384, 512), torch.bfloat16, 16, 3.0)
+    x[:, 5] = 0
+    parts = [x[:256, 128:384], x[:128]] if "block" in scaling else [x[:4, :2], x[:36, :70], x[:132, 100:242], x]
+    for part in parts:
+        recipe = Recipe.parse(f"{fmt}/{scaling}")
+        assert gpu_pairs.supports(part, recipe)
+        made = (*quantize_dual(part, recipe), quantize_turned(part, recipe))
+        for got, source in zip(made, (part, part.t(), part.t()), strict=True):
+            wanted = in_torch(quantize, source.contiguous(), recipe)
+            assert torch.equal(got.codes, wanted.codes) and torch.equal(got.scales, wanted.scales)
+    with pytest.raises(ValueError, match="not finite"):
+        quantize_turned(torch.full((128, 128), torch.inf, dtype=torch.bfloat16), f"{fmt}/{scaling}")
+
+
+@interpreted
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("exponent", [-117, 0, 119])
+def test_quotients_of_bfloat16_of_every_significand(fmt, exponent):
+    """Under each of the 128 amaxes of a binade, every value of the binades below it that does not vanish."""
+    from numerics.gpu_dual import quantize_turned
+
+    recipe = Recipe.parse(f"{fmt}/block1x128")
+    significands = torch.arange(128, 256).double()
+    binades = torch.arange(exponent, exponent - min(36, (exponent + 133) // 4 * 4), -1).double()
+    values = (significands * torch.exp2(binades - 7)[:, None]).bfloat16()  # (binades, 128)
+    for turn in range(0, 128, 32):
+        limit = values[0, turn : turn + 32].repeat_interleave(len(binades))
+        x = torch.minimum(values.t().repeat(1, 32), limit)  # A column of 128 rows is a block.
+        columns = torch.arange(x.shape[1])
+        x[columns % 128, columns] = limit
+        made, wanted = quantize_turned(x, recipe), in_torch(quantize, x.t().contiguous(), recipe)
+        assert torch.equal(made.scales, wanted.scales)
+        assert torch.equal(made.codes, wanted.codes)
+
+
+@interpreted
 def test_both_layouts_refusals():
     from numerics.gpu_dual import quantize_dual, quantize_turned
 
