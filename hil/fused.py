@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import pandas
 
 ITERATIONS = 8
+EXPONENTIAL = {"exp", "sigmoid", "tanh"}
 MATRICES = (
     (2048, 1), (2048, 128), (2048, 512), (2048, 1024), (2048, 3456), (2048, 8192), (2048, 32768), (8192, 1024),
     (16384, 256), (65536, 128), (131072, 256), (524288, 128), (524288, 256), (4096, 100), (30000, 367),
@@ -446,7 +447,9 @@ def tabulated(rows: list[dict[str, Any]]) -> pandas.DataFrame:
         kept, reduced = sizes.get("x", 1) * sizes.get("y", 1), sizes.get("r0_", 1)
         entry = _entry(row["family"], name, kept, reduced, row["read_bytes"], row["written_bytes"], "y" in sizes)
         if entry is not None:
-            found.append({"family": row["family"], "kept": kept, "reduced": reduced, **entry, "p50_us": row["time_us"]})
+            exponential = bool({operator.split(".")[1] for operator in row["operators"] if "." in operator} & EXPONENTIAL)
+            sizes_of = {"family": row["family"], "kept": kept, "reduced": reduced}
+            found.append({**sizes_of, **entry, "exponential": exponential, "p50_us": row["time_us"]})
     return pandas.DataFrame(found).drop_duplicates()
 
 

@@ -1,0 +1,125 @@
+"""Time of a memory-bound kernel from what it moves: bytes over bandwidth, and how far from it such kernels were.
+
+A kernel is known by its kind (pointwise, gather, row, column, both, scatter, fill, external), its iteration space and its
+bytes, whatever it computes; so any kernel that a compiler makes can be asked, also one that nobody measured by name.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from perfmodel import hardware as hardware_module
+from perfmodel.data_folder import data_folder
+from perfmodel.hardware import HardwareSpec
+from perfmodel.trees import Trees
+
+Array = npt.NDArray[np.float64]
+
+SCHEMA_VERSION = 1
+KINDS = ("pointwise", "gather", "row", "column", "both", "scatter", "fill")
+COLUMNS = ("kind", "kept", "reduced", "read_bytes", "written_bytes", "unordered_bytes", "exponential")
+MANIFEST, MODEL = "fused.json", "fused.ubj.gz"
+LAUNCH_US = 1.0
+# Operators whose evaluation, not their bytes, may bound a kernel.
+EXPONENTIAL = ("exp", "sigmoid", "tanh", "erf", "_softmax", "log", "pow", "log1p", "softplus", "silu", "gelu", "cos", "sin")
+
+
+def baseline_us(rows: pd.DataFrame, hardware: HardwareSpec) -> Array:
+    """A launch, and every byte once at the bandwidth of a copy, in microseconds."""
+    moved = (rows["read_bytes"] + rows["written_bytes"]).to_numpy(dtype=np.float64)
+    return moved / (hardware.copy_bandwidth_tbs * 1e6) + LAUNCH_US
+
+
+def features(rows: pd.DataFrame, hardware: HardwareSpec) -> tuple[list[str], Array]:
+    """Names and (rows, features) matrix: sizes, shares of the bytes, and which kind it is."""
+    read, written, unordered, kept, reduced = (
+        rows[name].to_numpy(dtype=np.float64) for name in ("read_bytes", "written_bytes", "unordered_bytes", "kept", "reduced")
+    )
+    moved = np.maximum(read + written, 1.0)
+    kind = rows["kind"].to_numpy()
+    columns: dict[str, Array] = {
+        "log2_bytes": np.log2(moved),
+        "log2_kept": np.log2(np.maximum(kept, 1.0)),
+        "log2_reduced": np.log2(np.maximum(reduced, 1.0)),
+        "row_fill": reduced / 2.0 ** np.ceil(np.log2(np.maximum(reduced, 1.0))),
+        "written_share": written / moved,
+        "unordered_share": unordered / moved,
+        "l2_share": np.log2(moved / hardware.l2_bytes),
+        "exponential": rows["exponential"].to_numpy(dtype=np.float64),
+        **{name: (kind == name).astype(np.float64) for name in KINDS},
+    }
+    return list(columns), np.stack(list(columns.values()), axis=1)
+
+
+@dataclass(frozen=True)
+class FusedModel:
+    """Predicts times of memory-bound kernels on one GPU.
+
+    Attributes:
+        hardware: The GPU.
+        folder: Where the trees and their manifest lie.
+        manifest: What they were fitted on, and how far off they were on kernels held out.
+    """
+
+    hardware: HardwareSpec
+    folder: Path
+    manifest: dict[str, Any]
+
+    @cached_property
+    def _trees(self) -> Trees:
+        path = self.folder / MODEL
+        try:
+            return Trees(gzip.decompress(path.read_bytes()))
+        except (EOFError, OSError) as error:
+            raise ValueError(f"{path} is missing or truncated; copy the folder again") from error
+
+    def predict(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """Times of kernels.
+
+        Args:
+            rows: The columns of `COLUMNS`: kind, elements kept and elements reduced for each, bytes read, written, and
+                of these read or written across memory; whether it evaluates an exponential or the like.
+
+        Returns:
+            Columns `time_us`, `low_us`, `high_us` (a 90% interval) and `measured`: False of a kind that was never measured,
+            whose time is that of its bytes at the copy's bandwidth, with an interval up to three times that.
+        """
+        if missing := set(COLUMNS) - set(rows.columns):
+            raise ValueError(f"the frame lacks the columns {sorted(missing)}; a fused kernel needs {', '.join(COLUMNS)}")
+        base = baseline_us(rows, self.hardware)
+        known = rows["kind"].isin(self.manifest["kinds"]).to_numpy()
+        time = base.copy()
+        low, high = base.copy(), 3.0 * base
+        if known.any():
+            _, matrix = features(rows[known], self.hardware)
+            time[known] = base[known] * np.exp(self._trees.predict(matrix).astype(np.float64))
+            factors = np.array([self.manifest["kinds"][kind]["interval_factors"] for kind in rows["kind"][known]])
+            low[known], high[known] = time[known] * factors[:, 0], time[known] * factors[:, 1]
+        return pd.DataFrame({"time_us": time, "low_us": low, "high_us": high, "measured": known}, index=rows.index)
+
+
+def load(hardware: str = "h200") -> FusedModel:
+    """The model of a GPU's memory-bound kernels.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: the hardware is unknown, or the manifest is of another schema version.
+    """
+    spec = hardware_module.load(hardware)
+    folder = data_folder() / hardware / "models"
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing; fit it with: python -m perfmodel.fit_fused --hardware {hardware}")
+    manifest = json.loads(path.read_text())
+    if manifest.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(f"{path} has schema version {manifest.get('schema_version')!r}; this loka-sim reads {SCHEMA_VERSION}")
+    return FusedModel(spec, folder, manifest)
