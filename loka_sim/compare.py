@@ -69,13 +69,15 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """The `--json` document, see schemas/compare.schema.json."""
         decided = _step(self.b, "decision")["step_us"]
+        exchanged = self.a["communication"] or self.b["communication"]
+        steps_a, steps_b = (_steps(side) if exchanged else side["steps"] for side in (self.a, self.b))
         return {
             "schema_version": SCHEMA_VERSION,
             "kind": KIND,
             "a": self.names[0],
             "b": self.names[1],
             "differences": {key: {"a": a, "b": b} for key, (a, b) in self.differences.items()},
-            "steps": [_side_by_side(a, b) for b in self.b["steps"] for a in self.a["steps"] if a["name"] == b["name"]],
+            "steps": [_side_by_side(a, b) for b in steps_b for a in steps_a if a["name"] == b["name"]],
             "counts": {"a": self.a["counts"]["passes"], "b": self.b["counts"]["passes"]},
             "changes": [
                 {
@@ -175,6 +177,24 @@ def _shape(site: Mapping[str, Any]) -> SiteShape:
 
 def _step(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return next(step for step in document["steps"] if step["name"] == name)
+
+
+def _steps(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A run's dense steps, and those of bf16 and the decision with what is exchanged, where that is known."""
+    found = document["communication"] or {"step_us": _step(document, "decision")["step_us"], "speedup": None}
+    if found["step_us"] is None:
+        return list(document["steps"])
+    decided = float(found["step_us"])
+    speedup = _step(document, "decision")["speedup"] if found["speedup"] is None else found["speedup"]
+    with_all = (("bf16", "bf16, on its GPUs", decided * speedup, 1.0), ("decision", "decision, on its GPUs", decided, speedup))
+    batch = document["settings"]["batch"]
+    return [
+        *document["steps"],
+        *(
+            {"name": f"{name}_on_gpus", "label": label, "step_us": us, "per_sample_us": us / batch, "speedup": ratio}
+            for name, label, us, ratio in with_all
+        ),
+    ]
 
 
 def _side_by_side(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:

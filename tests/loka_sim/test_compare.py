@@ -127,3 +127,24 @@ def test_models_without_a_site_in_common_are_refused(answers, made_up, made_up_m
     other = ModelSpec("other", 64, tuple(replace(site, name=f"other.{site.name}") for site in made_up_model.sites))
     with pytest.raises(LokaSimError, match="no site in common"):
         loka_sim.compare(folder(answers[0], tmp_path / "a"), folder(loka_sim.whatif(other), tmp_path / "b"))
+
+
+def test_on_several_gpus_what_is_exchanged_counts(made_up, made_up_model, tmp_path):
+    """One GPU against 64 with compressed embeddings, and against 64 without: the dense steps are equal, the others are not."""
+    runs = {"one": {}, "plain": {"gpus": 64}, "fp8": {"gpus": 64, "exchange": "fp8_rowwise"}}
+    answers = {name: loka_sim.whatif(made_up_model, **options) for name, options in runs.items()}
+    for name, answer in answers.items():
+        loka_sim.save_run(answer, tmp_path / name)
+    rows = {row["name"]: row for row in loka_sim.compare(tmp_path / "plain", tmp_path / "fp8").to_dict()["steps"]}
+    assert rows["decision"]["step_us_a"] == rows["decision"]["step_us_b"]
+    for name in ("bf16", "decision"):
+        row = rows[f"{name}_on_gpus"]
+        for side, run in (("a", "plain"), ("b", "fp8")):
+            assert row[f"step_us_{side}"] == pytest.approx(answers[run].timelines[name].total_us, rel=1e-4)
+        assert row["per_sample_ratio"] == pytest.approx(row["step_us_a"] / row["step_us_b"]) and row["per_sample_ratio"] > 1
+    comparison = loka_sim.compare(tmp_path / "one", tmp_path / "plain")
+    rows = {row["name"]: row for row in comparison.to_dict()["steps"]}
+    assert rows["decision_on_gpus"]["step_us_a"] == rows["decision"]["step_us_a"] < rows["decision_on_gpus"]["step_us_b"]
+    assert rows["bf16_on_gpus"]["speedup_a"] == 1 and rows["decision_on_gpus"]["speedup_a"] == rows["decision"]["speedup_a"]
+    assert problem(comparison.to_dict(), "compare") is None
+    assert "decision, on its GPUs" in compare_screen(comparison.to_dict(), Style(False))
