@@ -57,9 +57,9 @@ class Work:
         keys = {(family, shape) for family, some in self.wanted.items() for shape in some}
         new, done, whole = keys & after - before, len(keys & after), sum(self.worth_us.get(key, 0.0) for key in keys - before)
         saved = sum(self.worth_us.get(key, 0.0) for key in new)
-        note = f"{len(new)} shapes measured, {done} of {len(keys)} in all"
+        note = f"{len(new)} measured, {done} of {len(keys)} in all"
         if whole > 0:
-            note += f"; by the plan they could save {saved:.1f} of {whole:.1f} us a step"
+            note += f", worth {saved:.1f} of {whole:.1f} us a step"
         return {"note": note, "complete": done == len(keys)}
 
 

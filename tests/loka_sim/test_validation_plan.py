@@ -1,0 +1,75 @@
+"""What a validation measures first, and how far it says that it came."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import loka_sim
+from loka_sim.dispatch.cost import Time, Times
+from loka_sim.validation import plan
+from perfmodel.kernels import KERNELS
+
+
+@pytest.fixture(scope="module")
+def answer():
+    return loka_sim.whatif("wukong", batch=512)
+
+
+def known_exactly(answer, keys):
+    """The same decisions, with the times of some shapes known."""
+    times = {
+        row: Time(t.us, t.us * 0.999, t.us * 1.001) if (plan.family_of(row), plan.shape_of(row)) in keys else t
+        for row, t in answer.times.of.items()
+    }
+    return replace(answer, times=Times(times))
+
+
+def test_what_is_known_is_worth_nothing_more(answer):
+    before = plan.value_of_shapes(answer)
+    first = sorted(before, key=lambda key: -before[key])[:5]
+    after = plan.value_of_shapes(known_exactly(answer, set(first)))
+    assert all(after[key] < 0.02 * before[key] for key in first)
+    # What is left, the second half measures in the order of what it is worth now.
+    work = plan.model_work(known_exactly(answer, set(first)), list(KERNELS))
+    left = [after[key] for key in (("gemm", shape) for shape in work.wanted["gemm"]) if key in after and key not in first]
+    assert left == sorted(left, reverse=True) and left[0] > 0
+
+
+def test_the_worth_is_that_of_a_search_of_its_own(answer):
+    """Draw a shape's times, decide anew among the same ways, and see what is saved."""
+    worth = plan.value_of_shapes(answer)
+    key = max((key for key in worth if key[0] == "memory"), key=lambda key: worth[key])
+    rows = [row for row in answer.times.of if (plan.family_of(row), plan.shape_of(row)) == key]
+    rng, saved = np.random.default_rng(5), []
+    ways = [
+        plan._alternatives(answer, site.shape, {name: decided.kernel for name, decided in site.passes.items()})
+        for site in answer.sites
+    ]
+    ways = [some for some in ways if any(row in rows for way in some for row in way)]
+    for _ in range(400):
+        drawn = dict(answer.times.of)
+        for row in rows:
+            time = answer.times.of[row]
+            normal = rng.standard_normal()
+            up, down = np.log(time.high_us / time.us) / 1.6449, np.log(time.us / time.low_us) / 1.6449
+            drawn[row] = Time(time.us * np.exp(normal * (up if normal > 0 else down)), 0.0, 0.0)
+        gain = 0.0
+        for some in ways:
+            costs = [sum(drawn[row].us for row in way) for way in some]
+            now = [sum(answer.times.of[row].us for row in way) for way in some]
+            gain += costs[0] - min(costs) - (now[0] - min(now))
+        saved.append(gain)
+    # The plan credits a shape with part of a gap that is there at the medians already: no less than the drawn saving.
+    assert worth[key] >= np.mean(saved) - 3 * np.std(saved) / 20
+    assert worth[key] > 0
+
+
+def test_progress_in_words(answer):
+    work = plan.model_work(answer, list(KERNELS))
+    keys = [(family, shape) for family, some in work.wanted.items() for shape in some]
+    best = max(work.worth_us, key=lambda key: work.worth_us[key])
+    found = work.progress(set(), {best})
+    whole = sum(work.worth_us.values())
+    assert found["note"] == f"1 measured, 1 of {len(keys)} in all, worth {work.worth_us[best]:.1f} of {whole:.1f} us a step"
+    assert not found["complete"] and work.progress({best}, set(keys))["complete"]
