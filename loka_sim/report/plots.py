@@ -74,8 +74,7 @@ def steps(document: Record) -> Record:
 
 LANE_KINDS = {
     "look-up": "around", "forward": "gemm", "loss": "around", "backward": "gemm later", "table update": "around",
-    "optimizer": "around", "all_to_all": "quantize", "all_reduce": "around", "reduce_scatter": "around",
-    "all_gather": "around later",
+    "optimizer": "around", "all_to_all": "quantize", "all_reduce": "reduce", "reduce_scatter": "reduce", "all_gather": "around",
 }  # fmt: skip
 """Colours of a timeline's stretches."""
 

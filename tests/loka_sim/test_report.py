@@ -368,7 +368,7 @@ def test_a_steps_streams_over_time():
     rows = page.of_class("lane")
     assert len(rows) == 2 and "busy 60%" in page.words and "dense part, hsdp" in page.words
     spans = [attrs for tag, attrs in page.attributes if tag == "i" and "µs from" in attrs.get("data-tip", "")]
-    assert [attrs["class"] for attrs in spans] == ["gemm", "gemm later", "quantize", "around"]
+    assert [attrs["class"] for attrs in spans] == ["gemm", "gemm later", "quantize", "reduce"]
     # The axis ends a fiftieth behind the step.
     left, width = re.fullmatch(r"left:([\d.]+)%;width:([\d.]+)%", spans[1]["style"]).groups()
     assert (float(left), float(width)) == pytest.approx((50 / 1.02, 35 / 1.02), abs=0.01)
