@@ -75,13 +75,14 @@ def as_decided(site: SiteDecision, name: str) -> Sequence[Row]:
 LAUNCHED: Mapping[str, Launched] = {BF16: in_bf16, DECISION: as_decided}
 
 
-def site_pieces(sites: Sequence[SiteDecision], times: Mapping[Row, Time], launched: Launched) -> list[Piece]:
+def site_pieces(sites: Sequence[SiteDecision], times: Mapping[Row, Time], launched: Launched, around: bool = True) -> list[Piece]:
     """Kernels of all sites, forward in order and backward in reverse; a forward that runs again stands in the backward.
 
     Args:
         sites: The what-if's.
         times: Of every row.
         launched: What each pass launches.
+        around: With the norms, activations and bias gradients around each site's GEMMs; without where other pieces hold them.
     """
 
     def piece(phase: str, site: SiteDecision, what: str, row: Row) -> Piece:
@@ -91,12 +92,12 @@ def site_pieces(sites: Sequence[SiteDecision], times: Mapping[Row, Time], launch
         return Piece(phase, shown, kind, times[row], site.site.name, str(tuple(row)), details)
 
     def run(site: SiteDecision, phase: str) -> list[Piece]:
-        beside = [row for row in site.around.rows if row.kernel.endswith("_forward")]
+        beside = [row for row in site.around.rows if around and row.kernel.endswith("_forward")]
         made = [piece(phase, site, "output", row) for row in launched(site, "output")]
         return made + [piece(phase, site, "output", row) for row in beside]
 
     def back(site: SiteDecision) -> list[Piece]:
-        beside = [row for row in site.around.rows if not row.kernel.endswith("_forward")]
+        beside = [row for row in site.around.rows if around and not row.kernel.endswith("_forward")]
         made = [piece(BACKWARD, site, "gradient", row) for row in beside]
         return made + [piece(BACKWARD, site, n, row) for n in site.passes if n != "output" for row in launched(site, n)]
 
@@ -253,7 +254,7 @@ class _Writer:
 
 
 def timeline(
-    answer: WhatIf, launched: Launched, times: Mapping[Row, Time] | None = None, extras: Sequence[Piece] = ()
+    answer: WhatIf, launched: Launched, times: Mapping[Row, Time] | None = None, beside: Sequence[Piece] = ()
 ) -> Timeline:
     """The schedule of a what-if's step.
 
@@ -261,7 +262,8 @@ def timeline(
         answer: The what-if.
         launched: What each pass launches: `in_bf16`, `as_decided`, or what a table says.
         times: Of every row; None for the what-if's own.
-        extras: Kernels that no site launches.
+        beside: Every kernel of the step that is no GEMM nor quantizes for one; none for the norms, activations and bias
+            gradients that the sites themselves know of.
     """
-    pieces = site_pieces(answer.sites, answer.times.of if times is None else times, launched)
-    return schedule(plan([*pieces, *extras], answer.communication))
+    pieces = site_pieces(answer.sites, answer.times.of if times is None else times, launched, around=not beside)
+    return schedule(plan([*pieces, *beside], answer.communication))

@@ -172,13 +172,15 @@ def test_a_checkpointed_forward_runs_again_in_the_backward(made_up, name):
     assert (FORWARD, f"{name}#recompute output") not in names
 
 
-def test_extras_stand_in_their_phases(answer):
-    extras = [piece(LOSS, "loss", 10.0), piece(OPTIMIZER, "adam", 20.0)]
-    made = timeline(answer, as_decided, extras=extras)
+def test_kernels_beside_the_gemms_take_the_place_of_those_around_them(answer):
+    beside = [piece(FORWARD, "norm", 5.0), piece(LOSS, "loss", 10.0), piece(OPTIMIZER, "adam", 20.0)]
+    made = timeline(answer, as_decided, beside=beside)
     order = [op.name for op in made.ops]
     backward = next(op.name for op in made.ops if op.details.get("phase") == BACKWARD)
-    assert order.index("loss") < order.index(backward) and order[-1] == "adam"
-    assert made.total_us >= answer.timelines[DECISION].total_us + 20
+    assert order.index("norm") < order.index("loss") < order.index(backward) and order[-1] == "adam"
+    around = sum(site.around_us for site in answer.sites)
+    assert around > 0
+    assert made.busy_us(COMPUTE) == pytest.approx(answer.timelines[DECISION].busy_us(COMPUTE) - around + 35)
 
 
 def test_the_document_fits_its_schema_and_adds_up(answer):
