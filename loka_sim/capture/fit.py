@@ -9,6 +9,7 @@ from typing import Any
 from loka_sim.capture.fusion import kernels, measured
 from loka_sim.capture.lowering import Lowered
 from loka_sim.capture.record import RawGemm, RawSite
+from loka_sim.capture.trace import TABLE_ROWS
 from loka_sim.modelspec import PASSES, Dim, Fused, Gemm, Site
 
 DIMS = ("m", "n", "k", "groups")
@@ -86,7 +87,8 @@ def line(batches: Sequence[int], sizes: Sequence[int]) -> Dim:
 def fit_fused(batches: Sequence[int], runs: Sequence[dict[str, Lowered]]) -> tuple[list[Fused], str]:
     """The kernels beside the GEMMs over two batches; those that are alike stand in one entry.
 
-    What fuses is decided at the first batch: at another, sizes may be equal by chance.
+    What fuses is decided at the first batch: at another, sizes may be equal by chance. Filling and converting tables'
+    dense gradients is left out.
 
     Returns:
         The kernels in the order of their first, and why there are none where there are none.
@@ -100,6 +102,8 @@ def fit_fused(batches: Sequence[int], runs: Sequence[dict[str, Lowered]]) -> tup
         for one, two in zip(measured(lowered, together), measured(other, together), strict=True):
             sizes = [(*raw.space, raw.read_bytes, raw.written_bytes, raw.unordered_bytes) for raw in (one, two)]
             kept, reduced, read, written, unordered = (line(batches, pair) for pair in zip(*sizes, strict=True))
+            if not kept.per_batch and kept.const and kept.const % TABLE_ROWS == 0 and one.kind in ("fill", "pointwise"):
+                continue
             kernel = Fused(phase, one.kind, one.label, kept, reduced, read, written, unordered)
             found[kernel] = found.get(kernel, 0) + 1
     return [replace(kernel, count=count) for kernel, count in found.items()], ""

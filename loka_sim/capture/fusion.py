@@ -16,7 +16,7 @@ MOST_FUSED = 64  # torch._inductor.config.max_fusion_size
 BOTH_WAYS_ELEMENTS, BOTH_WAYS_ROWS, BOTH_WAYS_COLUMNS = 5 * 2**20, 4096, 16 * 1024
 BOTH = "both"
 NEIGHBOURS = 4  # of the readers of one buffer, how many later ones each is tried with
-ALONE = ("gemm", "external", "fill", "place")
+ALONE = ("gemm", "external", "gather", "fill", "place")
 
 
 @dataclass
@@ -238,7 +238,7 @@ def _measured(lowered: Lowered, loops: list[Scheduled], number: int, users: dict
     # Parts of a buffer may overlap: together they are no more than all of it.
     read = {buffer: min(sum(sizes.values()), max(lowered.sizes[buffer], *sizes.values())) for buffer, sizes in parts.items()}
     kinds = {loop.kind for loop in loops}
-    kind = next((kind for kind in ("row", "column", "scatter", "external", "fill") if kind in kinds), "pointwise")
+    kind = next((kind for kind in ("row", "column", "scatter", "gather", "external", "fill") if kind in kinds), "pointwise")
     space = next((loop.space for loop in loops if loop.kind == kind), loops[0].space)
     if kinds >= {"row", "column"}:
         kind = BOTH

@@ -36,7 +36,7 @@ FREE = set("iota arange rand rand_like randn randn_like bernoulli empty_like ind
 # Library calls and scans: their operands must be there, their result is written, nothing fuses into them.
 EXTERNAL = set(
     "index_add sort topk cumsum cumprod nonzero convolution convolution_backward unique _unique2 searchsorted bucketize "
-    "_embedding_bag _embedding_bag_dense_backward _embedding_bag_forward_only embedding_dense_backward multinomial "
+    "multinomial "
     "max_pool2d_with_indices avg_pool2d repeat_interleave masked_scatter".split()
 )
 
@@ -57,6 +57,14 @@ class Access:
     turned: int = 0
 
 
+# Look-ups and their gradients that are library calls: kind, and positions of what is read whole and of the ids.
+BAGS = {
+    "_embedding_bag": ("gather", (1, 2), 1),
+    "_embedding_bag_forward_only": ("gather", (1, 2), 1),
+    "_embedding_bag_backward": ("scatter", (0, 1, 2), 1),
+    "_embedding_bag_dense_backward": ("scatter", (0, 1, 2), 1),
+    "embedding_dense_backward": ("scatter", (0, 1), 1),
+}
 TURNED, ACROSS = 1, 2
 Reads = dict[tuple[int, str], Access]
 """By buffer, and by which part of it (empty: all of it)."""
@@ -250,6 +258,8 @@ class Lowering:
             self._reduction(node, name)
         elif name in SCATTERS:
             self._scatter(node, name)
+        elif name in BAGS:
+            self._bag(node, name)
         elif name == "cat":
             self._cat(node, value)
         elif name in EXTERNAL or not isinstance(value, torch.Tensor):
@@ -336,6 +346,27 @@ class Lowering:
                 _add(reads, key, Access(access.read_bytes, False))
         made = self._made(node)
         self._schedule(operator_name(node), kind, (0, 0), reads, made)
+
+    def _bag(self, node: fx.Node, name: str) -> None:
+        """A table is read, or its gradient added to, row by row: as many as there are ids."""
+        kind, whole, ids = BAGS[name]
+        reads: Reads = {}
+        for position in whole:
+            argument = node.args[position]
+            for view in self._all(argument) if isinstance(argument, fx.Node) else []:
+                self._realize(view)
+                for key, access in self._reads(view).items():
+                    _add(reads, key, Access(access.read_bytes, False))
+        made = self._made(node)
+        value = value_of(node)
+        table = value_of(node.args[0]) if kind == "gather" else value  # type: ignore[arg-type]
+        rows = value_of(node.args[ids]).numel()  # type: ignore[arg-type]
+        moved = rows * table.shape[-1] * table.element_size()
+        table_buffer = self._buffer(moved)
+        reads[(table_buffer, "")] = Access(moved, False)
+        self._schedule(name, kind, (rows * table.shape[-1], 1), reads, made)
+        if kind == "scatter":
+            self.result.scheduled[-1].writes[made[0]] = moved
 
     def _scatter(self, node: fx.Node, name: str) -> None:
         """A destination that is written first, then added to at indices."""

@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from loka_sim.capture import twin
 from loka_sim.capture.lowering import Lowered, lower
 
-# A table's gradient is filled and converted row by row whatever the batch; what that costs is a matter of the tables and
-# of how they are trained, so that the twin's tables have one row.
-TABLE_ROWS = 1
+# A table's dense gradient is filled and converted row by row whatever the batch; what that costs is a matter of the tables
+# and of how they are trained. The twin's tables have a number of rows (a prime) that tells such kernels from all others.
+TABLE_ROWS = 1_000_003
 DTYPE = torch.bfloat16
 
 
@@ -57,7 +57,7 @@ def traced(
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        copy = _small_tables(twin.hollow_module(model, "meta")).to(DTYPE)
+        copy = _marked_tables(twin.hollow_module(model, "meta")).to(DTYPE)
         arguments = twin.hollow_inputs(inputs, "meta", old, new, batch_dim)
         arguments = torch.utils._pytree.tree_map_only(torch.Tensor, _in_bf16, arguments)
         parameters, buffers = dict(copy.named_parameters()), dict(copy.named_buffers())
@@ -84,9 +84,10 @@ def _in_bf16(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(DTYPE).requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else tensor
 
 
-def _small_tables(model: nn.Module) -> nn.Module:
+def _marked_tables(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             weight = module.weight
-            module.weight = nn.Parameter(weight.detach()[:TABLE_ROWS].clone(), requires_grad=weight.requires_grad)
+            rows = torch.empty(TABLE_ROWS, weight.shape[1], dtype=weight.dtype, device=weight.device)
+            module.weight = nn.Parameter(rows, requires_grad=weight.requires_grad)
     return model

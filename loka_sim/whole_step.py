@@ -1,0 +1,153 @@
+"""What a training step holds beside its sites' GEMMs: fused kernels, table updates, the optimizer; bytes and times.
+
+The fused kernels are those of a compiled forward and backward as the specification lists them. They take the place of the
+norms, activations and bias gradients of the dense step, which are among them. Quantization of a decision is timed apart and
+unfused: torch.compile fuses a cast to FP8 into the kernel that makes its operand, which saves one reading at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from loka_sim.dispatch.cost import Time
+from loka_sim.modelspec import Dim, Fused, Table
+from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE, Piece
+
+if TYPE_CHECKING:
+    from perfmodel.fused import FusedModel
+
+# Bytes read and written per parameter, bf16 parameters and gradients, state in bf16 too; and of a row's state.
+OPTIMIZERS = {"adamw": (8, 6, 8), "sgd": (4, 2, 0), "sgd_momentum": (6, 4, 4), "adagrad": (6, 4, 4)}
+
+
+@dataclass(frozen=True)
+class Other:
+    """Kernels of a step that no site's GEMM launches, all alike.
+
+    Attributes:
+        phase: Part of the step, see `loka_sim.step_plan.PHASES`.
+        kind: As `Fused.kind`, or `optimizer`.
+        label: What they compute.
+        moved_bytes: Bytes that one of them reads and writes.
+        count: Their number.
+        time: Of all of them together.
+        measured: Learned from measured kernels of the kind; else from the bandwidth alone.
+    """
+
+    phase: str
+    kind: str
+    label: str
+    moved_bytes: int
+    count: int
+    time: Time
+    measured: bool
+
+    def pieces(self) -> list[Piece]:
+        """As the timeline takes them."""
+        one = Time(*(end / self.count for end in self.time))
+        name = f"{self.kind}: {self.label[:60]}"
+        details = {"bytes": self.moved_bytes}
+        return [Piece(self.phase, name, self.kind, one, None, f"fused {self.kind}", details)] * self.count
+
+
+def _row(kernel: Fused, batch: int) -> dict[str, Any]:
+    from perfmodel.fused import EXPONENTIAL
+
+    sizes = ("kept", "reduced", "read_bytes", "written_bytes", "unordered_bytes")
+    values = {name: max(getattr(kernel, name).at(batch), 0) for name in sizes}
+    return {"kind": kernel.kind, **values, "exponential": bool(set(kernel.label.split()) & set(EXPONENTIAL))}
+
+
+def table_gradient(tables: Iterable[Table], rows: int) -> list[Fused]:
+    """What torch's dense gradients of embedding tables cost beside the adding: FP32 filled, then cast to bf16.
+
+    Args:
+        tables: The model's.
+        rows: Rows of the largest table; larger ones are cut, as a benchmark does whose tables must fit.
+    """
+    found = []
+    for table in tables:
+        elements = min(table.rows, rows) * table.dim
+        nothing = Dim(0)
+        found.append(Fused(BACKWARD, "fill", "gradient of a table", Dim(elements), Dim(1), nothing, Dim(4 * elements), nothing))
+        found.append(
+            Fused(
+                BACKWARD, "pointwise", "gradient of a table", Dim(elements), Dim(1), Dim(4 * elements), Dim(2 * elements), nothing
+            )
+        )
+    return found
+
+
+def table_update(tables: Iterable[Table], batch: int, optimizer: str) -> list[Fused]:
+    """Rows that a step looked up, updated in place with their optimizer's state, as a fused embedding library does."""
+    _, _, state = OPTIMIZERS[optimizer]
+    found = []
+    for table in tables:
+        elements = min(table.rows, round(table.lookups * batch)) * table.dim
+        if elements:
+            read, written = Dim((2 + 2 + state // 2) * elements), Dim((2 + state // 2) * elements)
+            found.append(Fused(TABLE_UPDATE, "scatter", "rows of a table", Dim(elements), Dim(1), read, written, Dim(0)))
+    return found
+
+
+def optimizer_step(parameters: int, optimizer: str) -> list[Fused]:
+    """One pass over parameters, gradients and state."""
+    read, written, _ = OPTIMIZERS[optimizer]
+    sizes = (Dim(parameters), Dim(1), Dim(read * parameters), Dim(written * parameters), Dim(0))
+    return [Fused(OPTIMIZER, "pointwise", optimizer, *sizes)] if parameters else []
+
+
+def others(kernels: Sequence[Fused], batch: int, model: FusedModel) -> list[Other]:
+    """Kernels with their predicted times.
+
+    Args:
+        kernels: Of a specification, and of the functions above.
+        batch: Samples per GPU.
+        model: Times of memory-bound kernels.
+    """
+    import pandas
+
+    if not kernels:
+        return []
+    rows = pandas.DataFrame([_row(kernel, batch) for kernel in kernels])
+    times = model.predict(rows)
+    moved = (rows["read_bytes"] + rows["written_bytes"]).to_numpy()
+    ends = times[["time_us", "low_us", "high_us"]].to_numpy()
+    return [
+        Other(k.phase, k.kind, k.label, int(size), k.count, Time(*(k.count * end).tolist()), bool(known))
+        for k, size, end, known in zip(kernels, moved, ends, times["measured"], strict=True)
+    ]
+
+
+def by_kind(found: Iterable[Other], phases: Sequence[str] = (FORWARD, BACKWARD)) -> dict[str, Time]:
+    """Total of each kind's kernels in these parts of a step: kernels of a kind are off together, so that their ends add."""
+    sums: dict[str, np.ndarray] = {}
+    for other in found:
+        if other.phase in phases:
+            sums[other.kind] = sums.get(other.kind, np.zeros(3)) + np.array(other.time)
+    return {kind: Time(*total.tolist()) for kind, total in sums.items()}
+
+
+def whole(gemms: Time, beside: Mapping[str, Time]) -> Time:
+    """A step of GEMMs (with their quantization) and of what stands beside them, kind by kind."""
+    parts = [gemms, *beside.values()]
+    us = sum(part.us for part in parts)
+    below = sum((part.us - part.low_us) ** 2 for part in parts) ** 0.5
+    above = sum((part.high_us - part.us) ** 2 for part in parts) ** 0.5
+    return Time(us, us - below, us + above)
+
+
+def slower_over_faster(ratio: Time, fast_us: float, beside_us: float) -> Time:
+    """The speedup of GEMMs, once a time that is the same on both sides is added to both.
+
+    Args:
+        ratio: Of the GEMMs: the slower's time over the faster's.
+        fast_us: The faster's.
+        beside_us: The time added.
+    """
+    share = fast_us / (fast_us + beside_us)
+    return Time(*(1 + (end - 1) * share for end in ratio))
