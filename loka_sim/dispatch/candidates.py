@@ -244,10 +244,12 @@ def possible_rows(shape: SiteShape, toolbox: Toolbox = TORCH) -> set[Row]:
     found = {Row(kernel, *shape.gemm(name)) for name, kernel in shape.bf16().items()}
     readings: dict[tuple[str, str], set[bool]] = {}
     for name in shape.names:
+        (left, left_turned), (right, right_turned) = shape.reads(name)
         for kernel in legal_fp8(shape, name, toolbox):
             found.add(Row(kernel, *shape.gemm(name)))
-            for (tensor, takes), turned in _read(shape, {name: kernel}).items():
-                readings.setdefault((tensor, takes), set()).update(turned)
+            takes_a, takes_b = str(KERNELS[kernel].takes_a), str(KERNELS[kernel].takes_b)
+            readings.setdefault((left, takes_a), set()).add(left_turned)
+            readings.setdefault((right, takes_b), set()).add(right_turned)
     for (tensor, takes), needed in readings.items():
         for some in {frozenset(needed), *(frozenset({reading}) for reading in needed)}:
             for way in toolbox.ways(takes, some, *shape.tensor(tensor)):

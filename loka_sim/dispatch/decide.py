@@ -118,7 +118,7 @@ class Decider:
             toolbox: FP8 kernels to choose from.
         """
         self.times, self.policy = times, policy
-        self.toolbox = replace(toolbox, us=lambda row: times.of[row].us)
+        self.toolbox = replace(toolbox, us={row: time.us for row, time in times.of.items()}.__getitem__)
         self._costs: dict[SiteShape, SiteCosts] = {}
 
     def costs(self, shape: SiteShape) -> SiteCosts:
@@ -153,13 +153,16 @@ class Decider:
             The decision per pass, in the order they run.
         """
         costs = self.costs(shape)
-        place, reckless = self.best(shape, accuracies), costs.kernels(self.best(shape, accuracies, accurate_only=False))
+        place = self.best(shape, accuracies)
         decided, stays = costs.kernels(place), shape.bf16()
+        wrong = any(not self._is_accurate(accuracy) for accuracy in accuracies.values())
+        reckless = costs.kernels(self.best(shape, accuracies, accurate_only=False)) if wrong else decided
         launched, makers = launches(shape, decided, self.toolbox), operand_makers(shape, decided, self.toolbox)
+        added = costs.added(place)
         result = {}
         for axis, name in enumerate(shape.names):
             kernel = decided[name]
-            candidates = self._candidates(costs, place, axis, accuracies)
+            candidates = self._candidates(costs, axis, added[axis], accuracies)
             if KERNELS[kernel].is_fp8:
                 status = FAST
             elif len(costs.options[axis]) == 1:
@@ -179,11 +182,11 @@ class Decider:
             )  # fmt: skip
         return result
 
-    def _candidates(self, costs: SiteCosts, place: Place, axis: int, accuracies: Accuracies) -> tuple[Candidate, ...]:
+    def _candidates(self, costs: SiteCosts, axis: int, added: list[Time], accuracies: Accuracies) -> tuple[Candidate, ...]:
         """Everything considered for a pass, bf16 first."""
         shape, options = costs.shape, costs.options[axis]
         name = shape.names[axis]
-        priced = dict(zip(options, zip(costs.gemm_us(axis), costs.added(place, axis), strict=True), strict=True))
+        priced = dict(zip(options, zip(costs.gemm_us(axis), added, strict=True), strict=True))
         stays = shape.bf16()[name]
         kind = KERNELS[stays].kind
         return tuple(

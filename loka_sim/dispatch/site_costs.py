@@ -245,14 +245,18 @@ class SiteCosts:
                 return f"{label}{speedup:.2f}x with its quantization, but the gain does not survive the prediction interval"
         return None
 
-    def added(self, place: Place, axis: int) -> list[Time]:
-        """What each kernel of a pass adds to the site, the other passes as they are: its GEMM and the quantization for it."""
-        number = len(self.options[axis])
-        places = np.tile(np.array(place), (number, 1))
+    def added(self, place: Place) -> list[list[Time]]:
+        """What each kernel of each pass adds to the site, the other passes as they are: its GEMM and the quantization for it."""
+        sizes = [len(names) for names in self.options]
+        places = np.tile(np.array(place), (sum(sizes), 1))
         without = places.copy()
-        places[:, axis], without[:, axis] = np.arange(number), number
+        start = 0
+        for axis, size in enumerate(sizes):
+            places[start : start + size, axis], without[start : start + size, axis] = np.arange(size), size
+            start += size
         columns: Any = zip(*(column.tolist() for column in self.difference(places, without)), strict=True)
-        return [Time(*entry) for entry in columns]
+        times = iter([Time(*entry) for entry in columns])
+        return [[next(times) for _ in range(size)] for size in sizes]
 
     def gemm_us(self, axis: int) -> list[float]:
         """Time of each kernel of a pass alone."""
