@@ -223,7 +223,9 @@ class CollectiveModel:
             return self.codec(setting, sizes).plus(self.inside(plain(setting), sizes * compression(setting.dim)))
         estimate = self._at(nearest, sizes * wire(setting.op, setting.ranks) / wire(setting.op, ranks))
         latency = max(setting.ranks - ranks, 0) * self._latency_of_a_rank(setting)
-        spread = np.exp(self._ranks_error)
+        small, large = self._ranks_errors[setting.op]
+        octaves = max(1.0, abs(float(np.log2(setting.ranks / ranks))))
+        spread = np.exp(octaves * np.where(sizes < LARGE_BYTES, small, large))
         return Estimate(
             estimate.time + latency, estimate.low / spread, (estimate.high + latency) * spread, np.ones(len(sizes), dtype=bool)
         )
@@ -290,20 +292,30 @@ class CollectiveModel:
         return result
 
     @cached_property
-    def _ranks_error(self) -> float:
-        """Half the width, in logarithms, of what going from few ranks to more adds: each measured step predicted by its fewer."""
-        errors = []
+    def _ranks_errors(self) -> dict[str, tuple[float, float]]:
+        """What twice the ranks add to half the width of an interval, in logarithms: per op, below and from `LARGE_BYTES` on.
+
+        Each measured number of ranks is predicted by the next fewer; where that is not twice as few, the error of an octave.
+        """
+        errors: dict[str, list[tuple[bool, float]]] = {}
         for key, curve in self.curves.items():
             fewer = [k for k in self.curves if k._replace(ranks=key.ranks) == key and k.ranks < key.ranks]
             if key.op in OPS and not key.dim and fewer:
                 below = max(fewer, key=lambda k: k.ranks)
                 sizes = curve.sizes * wire(key.op, key.ranks) / wire(key.op, below.ranks)
-                errors.append(np.abs(np.log(self.curves[below](sizes) / curve.times)))
+                found = np.abs(np.log(self.curves[below](sizes) / curve.times)) / np.log2(key.ranks / below.ranks)
+                errors.setdefault(key.op, []).extend(zip(curve.sizes >= LARGE_BYTES, found.tolist(), strict=True))
         if not errors:
             raise ValueError(
                 f"collectives were measured on {self.hardware} between one number of ranks only; none other can be said"
             )
-        return half_width(np.concatenate(errors))
+        every = [error for some in errors.values() for _, error in some]
+        result = {}
+        for op in {key.op for key in self.curves}:
+            parts = ([error for at, error in errors.get(op, ()) if at == large] for large in (False, True))
+            small, large = (half_width(part or every) for part in parts)
+            result[op] = (small, large)
+        return result
 
     def _latency_of_a_rank(self, setting: Setting) -> float:
         """What each rank more adds to the smallest message, in microseconds, over the measured numbers of ranks."""
