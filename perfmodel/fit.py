@@ -7,9 +7,10 @@ The second fits a user's own sweep: DIR holds `gemm.parquet`, `memory.parquet` o
 a specification as `data/h200/hardware.json`, and `perfmodel.load(name, calibration=CALIBRATION)` reads the result.
 
 Accuracy comes from two sources. Cross-validation holds out whole shapes, every kernel's row of a shape together; its
-residuals calibrate the intervals. The sweep `zoo` holds the shapes of whole models: it is never fitted to, and neither
-is any swept row of a shape that it has, so the shipped trees are judged on models that they have not seen. The sweep
-`repeat` is a second measurement of known shapes on another machine: the floor that no model can beat.
+residuals calibrate the intervals. The sweep `zoo` holds the shapes of whole models, `blind` shapes drawn as the fitted ones
+were and looked at once, at the end: neither is fitted to, nor is any swept row of a shape that they have, so the shipped
+trees are judged on models and shapes that they have not seen. The sweep `repeat` is a second measurement of known shapes on
+another machine: the floor that no model can beat.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ PARAMETERS: dict[str, Any] = {
 }  # fmt: skip
 ROUNDS = 500
 FOLDS = 5
-HELD_OUT_SWEEPS = ("zoo", "repeat")
+HELD_OUT_SWEEPS = ("zoo", "blind", "repeat")
+# Sweeps whose shapes no fitted row may have.
+NEVER_SEEN = ("zoo", "blind")
 SHAPE = ["m", "n", "k", "groups"]
 COVERAGE = 0.90
 # A kernel with fewer rows is left out.
@@ -200,10 +203,10 @@ def repeat_difference(everything: pd.DataFrame) -> dict[str, float] | None:
 
 
 def _fitted_rows(everything: pd.DataFrame) -> pd.DataFrame:
-    """Rows to fit: no held-out sweep, no shape of the zoo, no kernel with too few rows (named on stderr)."""
+    """Rows to fit: no held-out sweep, no shape of `NEVER_SEEN`, no kernel with too few rows (named on stderr)."""
     fitted = ~everything["sweep"].isin(HELD_OUT_SWEEPS)
-    seen = pd.MultiIndex.from_frame(everything.loc[everything["sweep"] == "zoo", SHAPE])
-    fitted &= ~pd.MultiIndex.from_frame(everything[SHAPE]).isin(seen)
+    kept = pd.MultiIndex.from_frame(everything.loc[everything["sweep"].isin(NEVER_SEEN), SHAPE])
+    fitted &= ~pd.MultiIndex.from_frame(everything[SHAPE]).isin(kept)
     rows = everything[fitted]
     number = rows["kernel"].value_counts()
     for kernel, count in number[number < LEAST_ROWS_FIT].items():
