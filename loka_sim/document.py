@@ -20,6 +20,7 @@ from perfmodel.kernels import KERNELS
 
 if TYPE_CHECKING:
     from loka_sim.whatif import Settings, SiteDecision, WhatIf
+    from loka_sim.whole_step import Other
 
 SCHEMA_VERSION = 1
 KIND = "loka-sim/whatif"
@@ -82,6 +83,7 @@ def document(answer: WhatIf) -> dict[str, Any]:
         "counts": _counts(answer),
         "steps": [_step(step, settings.batch) for step in answer.steps],
         "communication": communication_document(answer),
+        "others": [_other(other) for other in answer.others],
         "sites": [_site(site, answer.times) for site in answer.sites],
         "times": [[*row, *answer.times.of[row]] for row in sorted(answer.times.of)],
         "statements": [{"level": level, "text": text} for level, text in statements(answer)],
@@ -164,6 +166,28 @@ def _step(step: Step, batch: int) -> dict[str, Any]:
         "fp8_sites": step.fp8_sites,
         "fp8_passes": step.fp8_passes,
         "unsafe_passes": step.unsafe_passes,
+        **_whole(step),
+    }
+
+
+def _whole(step: Step) -> dict[str, Any]:
+    """The step with everything in it; nothing where the specification does not say what that is."""
+    if step.whole is None or step.whole_speedup is None:
+        return {}
+    ratio = step.whole_speedup
+    ends = {"whole_speedup": ratio.us, "whole_speedup_low": ratio.low_us, "whole_speedup_high": ratio.high_us}
+    return {**_three("whole", step.whole), **ends}
+
+
+def _other(other: Other) -> dict[str, Any]:
+    return {
+        "phase": other.phase,
+        "kind": other.kind,
+        "operators": other.label,
+        "bytes": other.moved_bytes,
+        "count": other.count,
+        **_three("time", other.time),
+        "measured": other.measured,
     }
 
 

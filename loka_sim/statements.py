@@ -22,8 +22,7 @@ Statement = tuple[str, str]
 def statements(answer: WhatIf) -> list[Statement]:
     """Everything a reader must know before trusting the figures: warnings first."""
     found = [*_statistics(answer), *_sweep(answer), *_libraries(answer), *_left_out(answer)]
-    found.append(("note", "Dense step: GEMMs, quantization, norms, activations and bias gradients, kernel after kernel. "
-                  "Copies, concatenations, the loss, the optimizer and embedding look-ups are not in it."))  # fmt: skip
+    found += _step(answer)
     if answer.settings.calibration is not None:
         found.append(("note", f"Times and errors as the calibration {answer.settings.calibration} corrects them."))
     found.append(("note", "Quantization runs as kernels of its own, not fused into the norm or activation before it."))
@@ -99,6 +98,21 @@ def _libraries(answer: WhatIf) -> Iterable[Statement]:
             "note",
             f"The export to torchao cannot run kernels of {' and '.join(beyond)} and decides anew without them{instead}.",
         )
+
+
+def _step(answer: WhatIf) -> Iterable[Statement]:
+    dense = "Dense step: GEMMs, quantization, norms, activations and bias gradients, kernel after kernel."
+    if answer.others:
+        yield "note", (f"{dense} Whole: every kernel of the compiled forward and backward as one CUDA graph, in bf16 but for "
+                       "what FP8 takes; tables' rows updated in place; update with AdamW in bf16.")  # fmt: skip
+        unknown = [other for other in answer.others if not other.measured]
+        if unknown:
+            labels = ", ".join(dict.fromkeys(other.label for other in unknown))
+            yield "note", f"Timed by their bytes at the copy bandwidth, for want of measured kernels of the kind: {labels}."
+        return
+    why = f" ({answer.spec.untraced})" if answer.spec.untraced else ""
+    yield "note", (f"{dense} Copies, concatenations, the loss, the optimizer and embedding look-ups are not in it, and the whole "
+                   f"step is not predicted: the model's specification does not list its other kernels{why}.")  # fmt: skip
 
 
 def _left_out(answer: WhatIf) -> Iterable[Statement]:

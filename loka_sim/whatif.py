@@ -20,7 +20,7 @@ from loka_sim.dispatch.accuracy import Errors
 from loka_sim.dispatch.around import Around, around
 from loka_sim.dispatch.baselines import BASELINES
 from loka_sim.dispatch.candidates import Row, SiteShape, possible_rows
-from loka_sim.dispatch.cost import Times
+from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.decide import Accuracies, Decider, PassDecision, Policy
 from loka_sim.dispatch.operands import DEFAULT_LIBRARIES, Toolbox, parse_libraries
 from loka_sim.dispatch.steps import SiteCost, Step, step
@@ -29,6 +29,7 @@ from loka_sim.errors import UserError, expected_of_lower_floors
 from loka_sim.modelspec import ModelSpec, Site
 from loka_sim.sources import Distributions, distributions, model_spec
 from loka_sim.step_plan import LAUNCHED, timeline
+from loka_sim.whole_step import Other, by_kind, of_step
 from perfmodel.kernels import KERNELS
 from perfmodel.timeline import Timeline
 from perfmodel.topology import Cluster
@@ -132,6 +133,7 @@ class WhatIf:
         times: Every kernel time predicted.
         toolbox: FP8 kernels that were to choose from: of the libraries asked for those that the time model knows.
         parallel: How the job is spread over GPUs.
+        others: What the step holds beside the sites' GEMMs; nothing where the specification does not say.
     """
 
     settings: Settings
@@ -144,6 +146,7 @@ class WhatIf:
     times: Times
     toolbox: Toolbox
     parallel: Parallel = Parallel()
+    others: tuple[Other, ...] = ()
 
     @property
     def decision(self) -> Step:
@@ -158,7 +161,8 @@ class WhatIf:
     @cached_property
     def timelines(self) -> Mapping[str, Timeline]:
         """One training step on one of the GPUs, compute and communication: `bf16` and as decided (`decision`)."""
-        return {name: timeline(self, launched) for name, launched in LAUNCHED.items()}
+        beside = [piece for other in self.others for piece in other.pieces()]
+        return {name: timeline(self, launched, beside=beside) for name, launched in LAUNCHED.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """The `--json` document, see schemas/whatif.schema.json."""
@@ -249,8 +253,9 @@ def whatif(
         for site, shape, (passes, anew), beside in zip(spec.sites, shapes, decided, arounds, strict=True)
     )
     costs = [SiteCost(*entry) for entry in zip(shapes, arounds, accuracies, strict=True)]
-    steps = _steps(spec, costs, sites, decider, torch)
-    return WhatIf(settings, spec, _hardware(timing), known, sites, steps, exchanged, times, decider.toolbox, parallel)
+    others = of_step(spec, hardware)
+    steps = _steps(spec, costs, sites, decider, torch, by_kind(others) if others else None)
+    return WhatIf(settings, spec, _hardware(timing), known, sites, steps, exchanged, times, decider.toolbox, parallel, others)
 
 
 def _check(gpus: int, max_mere: float, min_speedup: float) -> None:
@@ -315,23 +320,30 @@ def _decide(
 
 
 def _steps(
-    spec: ModelSpec, costs: Sequence[SiteCost], sites: Sequence[SiteDecision], decider: Decider, torch: Toolbox
+    spec: ModelSpec,
+    costs: Sequence[SiteCost],
+    sites: Sequence[SiteDecision],
+    decider: Decider,
+    torch: Toolbox,
+    beside: Mapping[str, Time] | None,
 ) -> tuple[Step, ...]:
     times, max_mere = decider.times, decider.policy.max_mere
     steps = [
         step(
             baseline.name, baseline.label, baseline.description, costs,
             [baseline.assignment(site, cost.shape, torch) for site, cost in zip(spec.sites, costs, strict=True)], times, max_mere,
+            beside=beside,
         )
         for baseline in BASELINES
     ]  # fmt: skip
     if any(site.torchao for site in sites):
         described = "the decision for torchao: among torch's tensorwise and rowwise kernels, linears alone"
         run = [_in_torchao(site) for site in sites]
-        steps.append(step("torchao", "decision for torchao", described, costs, run, times, max_mere, torch))
+        steps.append(step("torchao", "decision for torchao", described, costs, run, times, max_mere, torch, beside))
     chosen = [{name: entry.kernel for name, entry in site.passes.items()} for site in sites]
     described = "each pass on its own: fastest accurate kernel where the gain is sure, bf16 elsewhere"
-    return (*steps, step("decision", "loka-sim's decision", described, costs, chosen, times, max_mere, decider.toolbox))
+    decided = step("decision", "loka-sim's decision", described, costs, chosen, times, max_mere, decider.toolbox, beside)
+    return (*steps, decided)
 
 
 def _in_torchao(site: SiteDecision) -> dict[str, str]:

@@ -7,14 +7,14 @@ unfused: torch.compile fuses a cast to FP8 into the kernel that makes its operan
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from loka_sim.dispatch.cost import Time
-from loka_sim.modelspec import Dim, Fused, Table
+from loka_sim.modelspec import Dim, Fused, ModelSpec, Table
 from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE, Piece
 
 if TYPE_CHECKING:
@@ -132,22 +132,25 @@ def by_kind(found: Iterable[Other], phases: Sequence[str] = (FORWARD, BACKWARD))
     return {kind: Time(*total.tolist()) for kind, total in sums.items()}
 
 
-def whole(gemms: Time, beside: Mapping[str, Time]) -> Time:
-    """A step of GEMMs (with their quantization) and of what stands beside them, kind by kind."""
-    parts = [gemms, *beside.values()]
-    us = sum(part.us for part in parts)
-    below = sum((part.us - part.low_us) ** 2 for part in parts) ** 0.5
-    above = sum((part.high_us - part.us) ** 2 for part in parts) ** 0.5
-    return Time(us, us - below, us + above)
-
-
-def slower_over_faster(ratio: Time, fast_us: float, beside_us: float) -> Time:
-    """The speedup of GEMMs, once a time that is the same on both sides is added to both.
+def of_step(spec: ModelSpec, hardware: str, optimizer: str = "adamw") -> tuple[Other, ...]:
+    """Everything beside the sites' GEMMs in a training step of one GPU; nothing where the specification lists no kernels.
 
     Args:
-        ratio: Of the GEMMs: the slower's time over the faster's.
-        fast_us: The faster's.
-        beside_us: The time added.
+        spec: The model, at the batch asked for.
+        hardware: Whose timings to use; without any of memory-bound kernels nothing is known either.
+        optimizer: Of the dense parameters and of the tables' rows: a key of `OPTIMIZERS`.
     """
-    share = fast_us / (fast_us + beside_us)
-    return Time(*(1 + (end - 1) * share for end in ratio))
+    from perfmodel import fused
+
+    if not spec.fused:
+        return ()
+    try:
+        model = fused.load(hardware)
+    except FileNotFoundError:
+        return ()
+    kernels = [
+        *spec.fused,
+        *table_update(spec.tables, spec.batch, optimizer),
+        *optimizer_step(spec.dense_parameters, optimizer),
+    ]
+    return tuple(others(kernels, spec.batch, model))

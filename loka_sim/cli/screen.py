@@ -87,15 +87,31 @@ def _steps(document: dict[str, Any], style: Style) -> list[str]:
     head, *body = table(rows, "lrrrrrr")
     body[-1] = style(body[-1], "bold")
     communication = document["communication"]
-    more = []
+    more = _whole(document)
     if communication is not None and communication["exposed_us"] is not None:
         ends = f" [{communication['step_low_us']:,.0f}, {communication['step_high_us']:,.0f}]"
         more = [
+            *more,
             "",
             f"  on {communication['gpus']:,} GPUs: {communication['step_us']:,.0f} us{ends}, {communication['speedup']:.2f}x; "
             f"communication exposed {communication['exposed_us']:,.0f} us",
         ]
     return [style(head, "dim"), *body, *more]
+
+
+def _whole(document: dict[str, Any]) -> list[str]:
+    """The step with every kernel in it: bf16, as decided, and the update."""
+    first, last = document["steps"][0], document["steps"][-1]
+    if "whole_us" not in first:
+        return []
+    update = sum(other["time_us"] for other in document["others"] if other["phase"] in ("table update", "optimizer"))
+    ends = f"[{last['whole_speedup_low']:.2f}, {last['whole_speedup_high']:.2f}]"
+    ratio = f"{last['whole_speedup']:.2f}x {ends}" if last["fp8_passes"] else "the same"
+    return [
+        "",
+        f"  whole forward and backward: bf16 {first['whole_us']:,.0f} us, decided {last['whole_us']:,.0f} us, {ratio}; "
+        f"update {update:,.0f} us",
+    ]
 
 
 def _sites(document: dict[str, Any], style: Style) -> list[str]:

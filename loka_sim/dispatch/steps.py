@@ -40,6 +40,8 @@ class Step:
         fp8_sites: Sites with at least one FP8 pass.
         fp8_passes: FP8 passes.
         unsafe_passes: FP8 passes whose predicted MERE is not below the limit.
+        whole: Forward and backward with everything in them; None where the specification does not know what that is.
+        whole_speedup: bf16's over this one's.
     """
 
     name: str
@@ -54,6 +56,40 @@ class Step:
     fp8_sites: int
     fp8_passes: int
     unsafe_passes: int
+    whole: Time | None = None
+    whole_speedup: Time | None = None
+
+
+def whole(gemms: Time, beside: Mapping[str, Time]) -> Time:
+    """A step of GEMMs with their quantization, and of what stands beside them.
+
+    Args:
+        gemms: Their total.
+        beside: The others' total by kind: kernels of one kind are off together, those of several kinds independently.
+    """
+    parts = [gemms, *beside.values()]
+    us = sum(part.us for part in parts)
+    below = sum((part.us - part.low_us) ** 2 for part in parts) ** 0.5
+    above = sum((part.high_us - part.us) ** 2 for part in parts) ** 0.5
+    return Time(us, us - below, us + above)
+
+
+def diluted(ratio: Time, fast_us: float, beside: Mapping[str, Time]) -> Time:
+    """The speedup of a part of the step, once what is the same on both sides is added to both.
+
+    Args:
+        ratio: The part's slower time over its faster.
+        fast_us: The faster.
+        beside: What is added, by kind.
+    """
+    total = whole(Time(fast_us, fast_us, fast_us), beside)
+    gain = fast_us * (ratio.us - 1)
+    # How much there is beside moves the ratio to or from 1; the part's own error moves its gain.
+    ends = [1 + gain / end for end in (total.low_us, total.high_us)]
+    below = [1 + gain / total.us - min(ends), fast_us * (ratio.us - ratio.low_us) / total.us]
+    above = [max(ends) - 1 - gain / total.us, fast_us * (ratio.high_us - ratio.us) / total.us]
+    middle = 1 + gain / total.us
+    return Time(middle, middle - sum(b * b for b in below) ** 0.5, middle + sum(a * a for a in above) ** 0.5)
 
 
 def speedup(times: Times, rows: Counter[Row], than: Counter[Row]) -> Time:
@@ -84,8 +120,12 @@ def step(
     times: Times,
     max_mere: float,
     toolbox: Toolbox = TORCH,
+    beside: Mapping[str, Time] | None = None,
 ) -> Step:
-    """Add up a model's sites under one assignment each, their operands made by the fastest kernels of a toolbox."""
+    """Add up a model's sites under one assignment each, their operands made by the fastest kernels of a toolbox.
+
+    `beside` is the time of every other kernel of the forward and backward, by kind; None where it is not known.
+    """
     bf16_gemms: Counter[Row] = Counter()
     gemms: Counter[Row] = Counter()
     others: Counter[Row] = Counter()
@@ -106,9 +146,13 @@ def step(
         unsafe += sum(not site.accuracies[entry].mere < max_mere for entry in fp8)
     quantize = Counter({row: count for row, count in gemms.items() if KERNELS[row.kernel].kind in ("quantize", "layout")})
     gemm_us = times.sum(gemms.elements())
+    complete = None
+    if beside is not None:
+        ratio = speedup(times, gemms, bf16_gemms)
+        complete = whole(times.interval(gemms.elements()), beside), diluted(ratio, gemm_us, beside)
     return Step(
         name, label, description, times.interval((gemms + others).elements()),
         gemm_us, times.sum(quantize.elements()), times.sum(others.elements()),
         speedup(times, gemms + others, bf16_gemms + others), times.sum(bf16_gemms.elements()) / gemm_us,
-        fp8_sites, fp8_passes, unsafe,
+        fp8_sites, fp8_passes, unsafe, *(complete or (None, None)),
     )  # fmt: skip
