@@ -1,0 +1,164 @@
+"""Time single launches of torch's GEMMs over very many shapes: far quicker than `hil.collect`, and far noisier.
+
+    python -m hil.launches --out data/h200 --count 60000 --seed 9001 --minutes 5
+
+Each shape is launched three times under torch's profiler, and the median of the kernels' durations is kept: 700 rows a
+second, where replays of graphs give 85. They are 6% from those replays on average, most of it the clocks'. What a library's
+choice of kernel does to the time (tiles, splits of K, slow paths of odd sizes) shows all the same, which is what so many
+shapes are for: `perfmodel.fit` learns it here first, and the rest from the careful timings.
+
+Shapes that `gemm.parquet` in the folder has are left out: what is learned here stays ignorant of the shapes that judge it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from hil.kernels.base import Runner, Shape
+from hil.shapes import batched_shapes, gemm_shapes, interaction_shapes, tall_shapes, wide_shapes
+from hil.timing import BufferPool
+from perfmodel.kernels import KERNELS
+
+LAUNCHES = 3
+_CHUNK = 800
+# Below this the operands stay in the L2, as they do when `hil.collect` rotates as many buffers as it may.
+_RESIDENT_BYTES = 8e5
+_MARKER = "spin_kernel"
+
+
+def drawn(count: int, seed: int) -> list[Shape]:
+    """About `count` distinct shapes: 56% as `gemm_shapes`, 8% N and K multiples of 128, the rest tall, wide and batched."""
+    share = (gemm_shapes, 0.56), (tall_shapes, 0.07), (wide_shapes, 0.08), (interaction_shapes, 0.16), (batched_shapes, 0.05)
+    shapes = [shape for number, (draw, part) in enumerate(share, seed) for shape in draw(round(part * count), number)]
+    blocks = (
+        Shape(4 * max(1, round(s.m / 4)), *(128 * max(1, round(size / 128)) for size in (s.n, s.k)))
+        for s in gemm_shapes(round(0.08 * count), seed + len(share))
+    )
+    shapes = list(dict.fromkeys(chain(shapes, blocks)))
+    return [shapes[i] for i in np.random.default_rng(seed).permutation(len(shapes))]
+
+
+def kernel_times(events: Sequence[tuple[float, float, str]]) -> list[float | None]:
+    """Microseconds of each call, from the (start, duration, name) of all kernels in order of start, in nanoseconds.
+
+    A call is what runs between two markers: `LAUNCHES` launches of as many kernels each. The median launch's sum counts;
+    None where the number of kernels does not divide.
+    """
+    calls: list[list[float]] = []
+    for _, duration, name in events:
+        if _MARKER in name:
+            calls.append([])
+        elif calls:
+            calls[-1].append(duration)
+    times: list[float | None] = []
+    for durations in calls[:-1]:
+        each, odd = divmod(len(durations), LAUNCHES)
+        launches = [sum(durations[i * each : (i + 1) * each]) for i in range(LAUNCHES)]
+        times.append(None if odd or not each else statistics.median(launches) / 1e3)
+    return times
+
+
+def _profiled(calls: Sequence[tuple[Runner, Shape]], pool: BufferPool, first: int) -> list[float | None]:
+    """Times of calls, launched one after another on rotating operands from number `first` on; None for one that fails."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    bound = [(runner.bind(shape, pool), runner.moved_bytes(shape) < _RESIDENT_BYTES) for runner, shape in calls]
+    failed = set()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        torch.cuda._sleep(1)
+        for number, (launch, resident) in enumerate(bound):
+            try:
+                for turn in range(LAUNCHES):
+                    launch(0 if resident else first + LAUNCHES * number + turn)
+            except RuntimeError as error:
+                print(f"left out: {calls[number]}: {str(error).splitlines()[0]}", file=sys.stderr)
+                failed.add(number)
+            torch.cuda._sleep(1)
+        torch.cuda.synchronize()
+    raw = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    kernels = [event for event in raw if "CUDA" in str(event.device_type()) and "Sync" not in event.name()]
+    times = kernel_times(sorted((e.start_ns(), e.duration_ns(), e.name()) for e in kernels))
+    if len(times) != len(calls):
+        print(f"{len(times)} profiled calls of {len(calls)}: these are left out", file=sys.stderr)
+        return [None] * len(calls)
+    return [None if number in failed else value for number, value in enumerate(times)]
+
+
+def measured(shapes: Sequence[Shape], runners: Sequence[Runner], deadline: float) -> Iterator[dict[str, Any]]:
+    """Rows of (kernel, shape) until done or out of time."""
+    pool, done = BufferPool(), 0
+    for start in range(0, len(shapes), _CHUNK):
+        if time.time() > deadline:
+            print(f"out of time after {start} of {len(shapes)} shapes", file=sys.stderr)
+            return
+        calls = [
+            (runner, shape)
+            for shape in shapes[start : start + _CHUNK]
+            for runner in runners
+            if (KERNELS[runner.name].kind == "batched_gemm") == (shape.groups > 1)
+            and not KERNELS[runner.name].illegal(shape.m, shape.n, shape.k)
+        ]
+        for (runner, s), value in zip(calls, _profiled(calls, pool, LAUNCHES * done), strict=True):
+            if value is not None:
+                yield {"kernel": runner.name, "m": s.m, "n": s.n, "k": s.k, "groups": s.groups, "time_us": value}
+        done += len(calls)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m hil.launches", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of launches.parquet, extended if it is there")
+    parser.add_argument("--count", type=int, default=60000, help="shapes to draw")
+    parser.add_argument("--seed", type=int, default=9001)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    options = parser.parse_args(arguments)
+
+    import torch
+
+    if not torch.cuda.is_available():
+        print("no CUDA GPU here: run this on a Hopper machine", file=sys.stderr)
+        return 3
+    from hil.fingerprint import fingerprint
+    from hil.kernels.torch_gemm import GEMM_RUNNERS
+
+    began, shape = time.time(), ["m", "n", "k", "groups"]
+    path, sidecar, careful = (options.out / name for name in ("launches.parquet", "launches.json", "gemm.parquet"))
+    known = {tuple(row) for old in (path, careful) if old.is_file() for row in pd.read_parquet(old)[shape].to_numpy()}
+    shapes = [s for s in drawn(options.count, options.seed) if (s.m, s.n, s.k, s.groups) not in known]
+    fresh = pd.DataFrame(measured(shapes, GEMM_RUNNERS, began + 60 * options.minutes))
+    if not len(fresh):
+        print("nothing new was measured", file=sys.stderr)
+        return 1
+    runs = json.loads(sidecar.read_text())["runs"] if sidecar.is_file() else []
+    command = f"python -m hil.launches {shlex.join(arguments if arguments is not None else sys.argv[1:])}"
+    runs.append({"command": command, **fingerprint(), "rows": len(fresh)})
+    save(pd.concat([pd.read_parquet(path), fresh]) if path.is_file() else fresh, runs, options.out)
+    print(f"{len(fresh)} rows, {time.time() - began:.0f} s", file=sys.stderr)
+    return 0
+
+
+def save(rows: pd.DataFrame, runs: list[dict[str, Any]], folder: Path) -> None:
+    """Write `launches.parquet` and its sidecar."""
+    folder.mkdir(parents=True, exist_ok=True)
+    method = "median of three single launches' kernel durations under torch's profiler; see hil/launches.py"
+    small = {"kernel": "category", **dict.fromkeys(("m", "n", "k", "groups"), "int32"), "time_us": "float32"}
+    rows.astype(small).to_parquet(folder / "launches.parquet", index=False, compression="zstd")
+    (folder / "launches.json").write_text(json.dumps({"schema_version": 1, "method": method, "runs": runs}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

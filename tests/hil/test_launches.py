@@ -1,0 +1,51 @@
+"""What makes times of profiled launches, on made-up profiles; the launches themselves need a GPU."""
+
+import json
+
+import pandas as pd
+
+from hil import launches
+from hil.kernels.base import Shape
+
+
+def profile(*calls: list[float]) -> list[tuple[float, float, str]]:
+    """Events of calls with the given kernel durations in ns, in order, a marker before, between and behind."""
+    events, now = [(0.0, 500.0, "at::cuda::spin_kernel(long)")], 1000.0
+    for durations in calls:
+        for duration in durations:
+            events.append((now, duration, "nvjet_sm90"))
+            now += duration + 10
+        events.append((now, 500.0, "at::cuda::spin_kernel(long)"))
+        now += 1000
+    return events
+
+
+def test_the_median_launch_of_a_call_counts_with_all_its_kernels():
+    one_kernel, two_kernels = [9000.0, 4000.0, 5000.0], [900.0, 100.0, 700.0, 300.0, 10000.0, 2000.0]
+    assert launches.kernel_times(profile(one_kernel, two_kernels)) == [5.0, 1.0]
+
+
+def test_a_call_whose_kernels_do_not_divide_has_no_time():
+    assert launches.kernel_times(profile([1000.0, 2000.0], [], [3000.0] * 3)) == [None, None, 3.0]
+    assert launches.kernel_times([]) == []
+
+
+def test_what_ran_before_the_first_marker_is_no_call():
+    assert launches.kernel_times([(-5.0, 70.0, "fill"), *profile([1000.0] * 3)]) == [1.0]
+
+
+def test_drawn_shapes_are_distinct_and_of_every_kind():
+    shapes = launches.drawn(3000, 5)
+    assert len(set(shapes)) == len(shapes) > 2900
+    assert launches.drawn(3000, 5) == shapes != launches.drawn(3000, 6)
+    assert 0.15 < sum(s.groups > 1 for s in shapes) / len(shapes) < 0.25
+    assert max(s.m for s in shapes) > 524288 and max(s.n for s in shapes) > 8192
+    assert sum(s.groups == 1 and s.n % 128 == 0 and s.k % 128 == 0 for s in shapes) > 0.08 * len(shapes)
+
+
+def test_saved_rows_and_their_origin(tmp_path):
+    row = {"kernel": "torch/bf16", "m": 64, "n": 32, "k": 16, "groups": 1, "time_us": 2.5}
+    launches.save(pd.DataFrame([row]), [{"command": "made up", "rows": 1}], tmp_path)
+    read = pd.read_parquet(tmp_path / "launches.parquet")
+    assert read.iloc[0].to_dict() == row and Shape(*read[["m", "n", "k", "groups"]].iloc[0]) == Shape(64, 32, 16)
+    assert json.loads((tmp_path / "launches.json").read_text())["runs"] == [{"command": "made up", "rows": 1}]
