@@ -14,7 +14,8 @@ def add(verbs: Any) -> None:
         "export",
         help="a dispatch table as code for a training framework",
         allow_abbrev=False,
-        description="Turn a dispatch table into a Python module that a training job imports.",
+        description="Turn a dispatch table into a Python module that a training job imports. torchao runs torch's kernels "
+        "alone: a layer with others runs what was decided anew for torchao, and notes say what that costs.",
     )
     verb.add_argument("table", type=Path, metavar="TABLE", help="dispatch_table.json, or the run folder that holds it")
     verb.add_argument("--to", default="torchao", metavar="TARGET", help="what to write it for (default: torchao)")
@@ -35,12 +36,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({
             "schema_version": 1, "kind": "loka-sim/export", "target": arguments.to, "modules": exported.modules,
-            "notes": list(exported.notes), "file": None if arguments.out is None else str(arguments.out),
-            "code": exported.text,
+            "notes": list(exported.notes), "slower_us": exported.slower_us,
+            "file": None if arguments.out is None else str(arguments.out), "code": exported.text,
         })  # fmt: skip
         return 0
     for note in exported.notes:
         print(f"note: {note}", file=sys.stderr)
+    if exported.slower_us > 0:
+        print(f"note: in all {exported.slower_us:,.1f} us a step slower than decided, as predicted", file=sys.stderr)
     if arguments.out is None:
         print(exported.text, end="")
     else:

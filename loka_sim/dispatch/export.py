@@ -41,11 +41,13 @@ class Export:
         text: The module's source.
         notes: What the target cannot express, one line each, with what runs there instead.
         modules: How many modules the exported code converts.
+        slower_us: How much slower a step is than decided, as predicted, in microseconds.
     """
 
     text: str
     notes: tuple[str, ...]
     modules: int
+    slower_us: float
 
 
 def export(table: dict[str, Any] | Path | str, target: str = "torchao") -> str:
@@ -69,7 +71,7 @@ def export_with_notes(table: dict[str, Any] | Path | str, target: str = "torchao
     table = check(table) if isinstance(table, dict) else load(table)
     planned = plan(table)
     notes = tuple(planned.notes())
-    return Export(_module(table, planned, notes), notes, sum(map(len, planned.groups.values())))
+    return Export(_module(table, planned, notes), notes, sum(map(len, planned.groups.values())), planned.slower_us)
 
 
 def _module(table: dict[str, Any], planned: Plan, notes: tuple[str, ...]) -> str:

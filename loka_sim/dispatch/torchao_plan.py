@@ -7,6 +7,7 @@ nor a GEMM that is no module's, nor two behaviours of one module.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,7 @@ OPERANDS = {
 """Left and right operand of each pass, in torchao's words."""
 
 DTYPES = {"e4m3": "torch.float8_e4m3fn", "e5m2": "torch.float8_e5m2"}
+_FEW = 4
 _LINEAR_OPS = ("linear", "addmm", "mm", "matmul")
 
 
@@ -104,6 +106,11 @@ class Plan:
     groups: dict[tuple[Choice, Choice, Choice], list[str]]
     losses: tuple[Loss, ...]
 
+    @property
+    def slower_us(self) -> float:
+        """How much slower a step is than decided, as predicted, in microseconds."""
+        return sum(loss.gives_up_us for loss in self.losses)
+
     def notes(self) -> Iterator[str]:
         """The losses, those alike in one line."""
         alike: dict[tuple[str, str, str, str], list[Loss]] = {}
@@ -113,8 +120,15 @@ class Plan:
             gives_up = sum(loss.gives_up_us for loss in losses)
             words = "slower" if gives_up > 0 else "faster"
             cost = f", {abs(gives_up):.1f} us a step {words} as predicted" if abs(gives_up) > 0.05 else ""
-            sites = ", ".join(loss.site for loss in losses)
-            yield f"{name} of {sites}: {instead} instead of {wanted}{cost} ({reason})"
+            yield f"{name} of {_named([loss.site for loss in losses])}: {instead} instead of {wanted}{cost} ({reason})"
+
+
+def _named(sites: list[str]) -> str:
+    """Sites in words; those that differ in their first layer index alone stand together where they are many."""
+    alike: dict[str, list[str]] = {}
+    for site in sites:
+        alike.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", site, count=1), []).append(site)
+    return ", ".join(", ".join(some) if len(some) <= _FEW else f"{role} ({len(some)} sites)" for role, some in alike.items())
 
 
 def plan(table: dict[str, Any]) -> Plan:

@@ -172,7 +172,7 @@ def test_the_export_is_what_was_decided_for_torchao(answer):
         before, word, _ = note.partition(" us a step ")
         if word:
             said += float(before.rpartition(", ")[2]) * (1 if "us a step slower" in note else -1)
-    assert slower > 0 and said == pytest.approx(slower, abs=0.5)
+    assert slower > 0 and said == pytest.approx(slower, abs=0.5) and exported.slower_us == pytest.approx(slower, abs=0.01)
 
 
 def test_a_table_with_a_quantizer_that_is_none_is_refused(answer):
