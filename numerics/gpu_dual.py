@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics import gpu, gpu_pairs
+from numerics import gpu, gpu_meeting, gpu_pairs
 from numerics.gpu_kernels import PACK_E4M3, PACK_E5M2, divide, magnitude_bits, report, round_to_grid, scale_of
 from numerics.quantization import QuantizedTensor
 from numerics.recipe import Recipe
@@ -221,6 +221,9 @@ def _launch(
     height, width, warps = _CAST if tensorwise else _LINES if lines else _TURNED if blocks and codes is None else _BLOCK
     pairs = gpu_pairs.supports(x, recipe)
     with gpu.on(x.device):
+        met = tensorwise and pairs and gpu_meeting.quantize_turned(x, codes, turned, scales, turned_scales, flag, constants)
+        if met:
+            return flag is None or not int(flag)
         if tensorwise:
             amax = gpu.tensor_amax(x)
             partials = amax.numel()

@@ -69,7 +69,7 @@ def scale_and_inverse(bits, C: tl.constexpr):
 
 @triton.jit
 def over(x, first, second):
-    """x over a scale; the code of it is right, its last bit need not be."""
+    """Over a scale: a quotient whose code is right, if not its last bit."""
     return tl.fma(x, first, x * second)
 
 
@@ -220,18 +220,17 @@ def pair_kernel(
     store_turned(turned, quarter, mask, w0, w1, w2, w3, first, second, next_first, next_second, C)
 
 
-def supports(x: torch.Tensor, recipe: Recipe) -> bool:
-    """Whether these kernels take what `numerics.gpu.supports` accepts: values side by side in rows, the amax their own."""
+def takes(x: torch.Tensor, recipe: Recipe) -> bool:
+    """Whether the arithmetic of these kernels is this recipe's, and x can be read by words."""
+    own = recipe.format in ("e4m3", "e5m2") and recipe.rounding == "nearest_even" and recipe.amax == "current"
     return (
-        x.dtype == torch.bfloat16
-        and recipe.format in ("e4m3", "e5m2")
-        and recipe.rounding == "nearest_even"
-        and not recipe.is_power_of_two
-        and x.shape[0] % 4 == 0
-        and x.shape[1] % 2 == 0
-        and x.stride(0) % 2 == 0
-        and x.storage_offset() % 2 == 0
+        own and not recipe.is_power_of_two and x.dtype == torch.bfloat16 and x.storage_offset() % 2 == 0 and x.shape[-1] % 2 == 0
     )
+
+
+def supports(x: torch.Tensor, recipe: Recipe) -> bool:
+    """Whether `launch` takes what `numerics.gpu.supports` accepts, values side by side in rows."""
+    return takes(x, recipe) and x.shape[0] % 4 == 0 and x.stride(0) % 2 == 0
 
 
 def launch(
@@ -251,8 +250,8 @@ def launch(
     partials = 0 if amax is None else amax.numel()
     options: dict[str, Any] = {"maxnreg": registers} if registers and x.is_cuda else {}
     pair_kernel[(triton.cdiv(columns, 2 * width), triton.cdiv(rows, height))](
-        x.view(torch.int32), amax, None if codes is None else codes.view(torch.int16), turned.view(torch.int32), scales, turned_scales,
-        flag, rows // 4, columns // 2, x.stride(0) // 2, partials, MODE=mode,
+        x.view(torch.int32), amax, None if codes is None else codes.view(torch.int16), turned.view(torch.int32), scales,
+        turned_scales, flag, rows // 4, columns // 2, x.stride(0) // 2, partials, MODE=mode,
         PARTIALS=triton.next_power_of_2(partials) if partials else 0, ROWS=height, WIDTH=width, C=constants, num_warps=warps,
         enable_fp_fusion=False, **options,
     )  # fmt: skip

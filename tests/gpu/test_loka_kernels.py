@@ -55,6 +55,54 @@ def test_delayed_returns_the_new_amax():
         assert torch.equal(codes.float(), (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float())
 
 
+def test_programs_of_one_launch_meet_whatever_runs_beside():
+    """Launches on two streams and replays of two graphs at once, of sizes that take from one program to all."""
+    sizes = [(1, 2), (128, 128), (1000, 512), (4096, 2048), (8192, 4096)]
+    inputs = [torch.randn(size, device="cuda").mul(2.0**i).bfloat16() for i, size in enumerate(sizes)]
+    wanted = [reference(x.cpu(), "e4m3/tensorwise") for x in inputs]
+
+    def every():
+        return [quantize(x, "tensorwise") for x in inputs]
+
+    every()
+    streams, graphs, kept = [torch.cuda.Stream() for _ in range(4)], [], []
+    for _ in range(2):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            kept.append(every())
+    torch.cuda.synchronize()
+    for turn in range(20):
+        for index, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                if index < 2:
+                    graphs[index].replay()
+                else:
+                    kept += [every()] if turn % 5 == 0 else []
+    torch.cuda.synchronize()
+    for results in kept:
+        for (codes, scale), expected in zip(results, wanted, strict=True):
+            assert torch.equal(codes.view(torch.uint8).cpu(), expected.codes) and torch.equal(scale.cpu(), expected.scales)
+
+
+def test_captured_launches_have_places_of_their_own(monkeypatch):
+    """Each its own; where none is left, two launches do the same."""
+    from numerics import gpu_meeting
+
+    x = torch.randn(512, 1024, device="cuda").bfloat16()
+    wanted = quantize(x, "tensorwise"), *quantize_dual(x, "tensorwise")
+    ready = gpu_meeting._ready[x.device]
+    for left in (len(ready), 0):
+        monkeypatch.setitem(gpu_meeting._ready, x.device, ready[:left])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = quantize(x, "tensorwise"), *quantize_dual(x, "tensorwise")
+        assert len(gpu_meeting._ready[x.device]) == max(left - 2, 0)
+        graph.replay()
+        torch.cuda.synchronize()
+        for (codes, scale), (expected, expected_scale) in zip(made, wanted, strict=True):
+            assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(scale, expected_scale)
+
+
 def sampled(size):
     return torch.linspace(0, size - 1, min(size, 64)).long().unique().cuda()
 

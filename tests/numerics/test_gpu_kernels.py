@@ -339,3 +339,18 @@ def test_both_layouts_refusals():
             function(torch.full((4, 4), torch.nan), "e4m3/rowwise")
     with pytest.raises(ValueError, match="not supported"):
         quantize_dual(torch.ones(4, 4), "e4m3/columnwise")
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(1, 2), (7, 10), (100, 130), (130, 128), (3, 8000)])
+def test_a_tensor_quantized_in_one_launch(shape):
+    """The interpreter's one program holds two blocks of 8,192 values, and reads a third one again."""
+    from numerics import gpu, gpu_meeting
+
+    x, recipe = draw(shape, torch.bfloat16, 17, 3.0), Recipe.parse("e4m3/tensorwise")
+    wanted = in_torch(quantize, x, recipe)
+    scales, codes = torch.full_like(wanted.scales, 77), torch.full_like(wanted.codes, 77)
+    with mock.patch.object(gpu_meeting, "quantize", wraps=gpu_meeting.quantize) as used:
+        assert gpu.quantize_into(x, recipe, None, scales, codes)
+    assert used.call_count == 1
+    assert torch.equal(codes, wanted.codes) and torch.equal(scales, wanted.scales)
