@@ -149,6 +149,7 @@ def _manifest(document: dict[str, Any], command: Sequence[str], payloads: dict[s
             "perfmodel_fingerprint": document["hardware"]["perfmodel_fingerprint"],
             "statistics": document["statistics"]["name"],
             "statistics_fingerprint": document["statistics"]["fingerprint"],
+            "libraries": document["settings"]["libraries"],
         },
         "files": {
             name: {"sha256": hashlib.sha256(payload).hexdigest(), "bytes": len(payload)} for name, payload in payloads.items()

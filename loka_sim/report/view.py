@@ -44,6 +44,9 @@ def _facts(document: Record) -> list[tuple[str, str]]:
     ]
     if model["tables"]:
         facts.append(("embeddings", f"{words.plural(model['tables'], 'table')}, {words.count(model['table_bytes'], 'B')}"))
+    libraries = settings.get("libraries", [])
+    if len(libraries) > 1:
+        facts.append(("kernels of", ", ".join(libraries)))
     facts.append(("mods", ", ".join(settings["mods"]) or "none"))
     facts.append(("statistics", statistics["name"]))
     return facts

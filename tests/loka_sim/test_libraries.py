@@ -187,6 +187,8 @@ def test_a_table_with_a_quantizer_that_is_none_is_refused(answer):
 def test_compare_works_across_libraries(answer, tmp_path):
     save_run(loka_sim.whatif(answer.spec), tmp_path / "torch")
     save_run(answer, tmp_path / "all")
+    assert json.loads((tmp_path / "all" / "manifest.json").read_text())["inputs"]["libraries"] == list(ALL)
+    assert "torch, loka, fbgemm" in (tmp_path / "all" / "report.html").read_text()
     forward = compare(tmp_path / "torch", tmp_path / "all")
     assert forward.differences["libraries"] == (["torch"], list(ALL))
     # With all libraries' times, what torch's GEMMs would cost is known; the quantizers are the fastest all the same.
