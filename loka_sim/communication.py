@@ -67,6 +67,11 @@ class Parallel:
         return self.gpus if self.cluster is None else min(self.gpus, self.cluster.gpus_per_host)
 
     @property
+    def shards(self) -> int:
+        """GPUs that share one copy of the dense parameters, and so the optimizer's work on them."""
+        return {"ddp": 1, "fsdp": self.gpus, "hsdp": self.per_host}[self.dense]
+
+    @property
     def hosts(self) -> int:
         """Hosts."""
         return self.gpus // self.per_host

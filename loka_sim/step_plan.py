@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from loka_sim.communication import Collective, Communication, Unit
@@ -224,7 +224,8 @@ class _Writer:
         for piece in pieces:
             after, self._held = tuple(dict.fromkeys(self._held)), []
             details = {"phase": piece.phase, **piece.details}
-            self._last_compute = self._add(Op(piece.name, COMPUTE, *piece.time, after, piece.kind, piece.alike, details))
+            kind = piece.phase if piece.phase in (TABLE_UPDATE, OPTIMIZER) else piece.kind
+            self._last_compute = self._add(Op(piece.name, COMPUTE, *piece.time, after, kind, piece.alike, details))
 
     def collective(self, name: str, what: Collective, *, wait_compute: bool = False, after: Sequence[str] = ()) -> str:
         """List a collective, behind all that the compute stream has so far where it must be."""
@@ -253,17 +254,27 @@ class _Writer:
         return op.name
 
 
-def timeline(
-    answer: WhatIf, launched: Launched, times: Mapping[Row, Time] | None = None, beside: Sequence[Piece] = ()
-) -> Timeline:
+def beside(answer: WhatIf) -> list[Piece]:
+    """Every kernel of a step that is no GEMM nor quantizes for one, on one of the GPUs; none where they are not known.
+
+    Where dense parameters are sharded, so is the optimizer's work.
+    """
+    pieces = [piece for other in answer.others for piece in other.pieces()]
+    share = 1 / answer.parallel.shards
+    return [
+        replace(piece, time=Time(*(share * end for end in piece.time))) if piece.phase == OPTIMIZER else piece for piece in pieces
+    ]
+
+
+def timeline(answer: WhatIf, launched: Launched, times: Mapping[Row, Time] | None = None) -> Timeline:
     """The schedule of a what-if's step.
 
     Args:
         answer: The what-if.
         launched: What each pass launches: `in_bf16`, `as_decided`, or what a table says.
         times: Of every row; None for the what-if's own.
-        beside: Every kernel of the step that is no GEMM nor quantizes for one; none for the norms, activations and bias
-            gradients that the sites themselves know of.
     """
-    pieces = site_pieces(answer.sites, answer.times.of if times is None else times, launched, around=not beside)
-    return schedule(plan([*pieces, *beside], answer.communication))
+    others = beside(answer)
+    # What is known of all kernels holds the norms, activations and bias gradients that each site knows of too.
+    pieces = site_pieces(answer.sites, answer.times.of if times is None else times, launched, around=not others)
+    return schedule(plan([*pieces, *others], answer.communication))

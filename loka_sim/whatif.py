@@ -161,8 +161,7 @@ class WhatIf:
     @cached_property
     def timelines(self) -> Mapping[str, Timeline]:
         """One training step on one of the GPUs, compute and communication: `bf16` and as decided (`decision`)."""
-        beside = [piece for other in self.others for piece in other.pieces()]
-        return {name: timeline(self, launched, beside=beside) for name, launched in LAUNCHED.items()}
+        return {name: timeline(self, launched) for name, launched in LAUNCHED.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """The `--json` document, see schemas/whatif.schema.json."""

@@ -8,7 +8,11 @@ from typing import Any
 from loka_sim.cli.output import Style, figure, table, wrap
 
 _LABELS = {"bf16": "bf16", "decision": "loka-sim's decision", "table": "the table"}
-_WORDS = {"all_to_all": "all-to-all", "all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
+_WORDS = {
+    "all_to_all": "all-to-all", "all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather",
+    "gemm": "GEMM", "batched_gemm": "batched GEMM", "row": "reduction of rows", "column": "reduction of columns",
+    "both": "reduction both ways",
+}  # fmt: skip
 _MOST_CALLS = 10
 
 

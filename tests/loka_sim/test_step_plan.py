@@ -24,10 +24,9 @@ from loka_sim.step_plan import (
     OPTIMIZER,
     TABLE_UPDATE,
     Piece,
-    as_decided,
     plan,
-    timeline,
 )
+from loka_sim.whole_step import Other
 from perfmodel.timeline import COMPUTE, schedule
 
 
@@ -173,14 +172,35 @@ def test_a_checkpointed_forward_runs_again_in_the_backward(made_up, name):
 
 
 def test_kernels_beside_the_gemms_take_the_place_of_those_around_them(answer):
-    beside = [piece(FORWARD, "norm", 5.0), piece(LOSS, "loss", 10.0), piece(OPTIMIZER, "adam", 20.0)]
-    made = timeline(answer, as_decided, beside=beside)
-    order = [op.name for op in made.ops]
-    backward = next(op.name for op in made.ops if op.details.get("phase") == BACKWARD)
-    assert order.index("norm") < order.index("loss") < order.index(backward) and order[-1] == "adam"
+    others = [
+        Other(FORWARD, "row", "norm", 100, 2, exact(10.0), True),
+        Other(TABLE_UPDATE, "scatter", "rows", 100, 1, exact(7.0), True),
+        Other(OPTIMIZER, "pointwise", "adamw", 100, 1, exact(64.0), True),
+    ]  # fmt: skip
+    made = dataclasses.replace(answer, others=tuple(others)).timelines[DECISION]
+    order = [op.name for op in made.ops if op.stream == COMPUTE]
+    phases = [op.details["phase"] for op in made.ops if op.stream == COMPUTE]
+    assert phases == sorted(phases, key=[FORWARD, BACKWARD, TABLE_UPDATE, OPTIMIZER].index)
+    assert {"row: norm", "row: norm (2)"} < set(order) and order[-1] == "pointwise: adamw"
+    assert made.sum_us()["optimizer"] == 64 and made.sum_us()["table update"] == 7
     around = sum(site.around_us for site in answer.sites)
     assert around > 0
-    assert made.busy_us(COMPUTE) == pytest.approx(answer.timelines[DECISION].busy_us(COMPUTE) - around + 35)
+    assert made.busy_us(COMPUTE) == pytest.approx(answer.timelines[DECISION].busy_us(COMPUTE) - around + 81)
+
+
+@pytest.mark.parametrize(("dense", "shards"), [("ddp", 1), ("fsdp", 64), ("hsdp", 8)])
+def test_a_sharded_optimizer_works_on_its_shard(answer, dense, shards):
+    others = (Other(OPTIMIZER, "pointwise", "adamw", 100, 1, exact(64.0), True),)
+    sharded = dataclasses.replace(answer, others=others, parallel=dataclasses.replace(answer.parallel, dense=dense))
+    assert sharded.timelines[DECISION].sum_us()["optimizer"] == 64 / shards
+
+
+def test_a_zoo_models_step_is_its_whole_forward_and_backward_and_the_update():
+    answer = loka_sim.whatif("dlrm-small")
+    update = sum(other.time.us for other in answer.others if other.phase in (TABLE_UPDATE, OPTIMIZER))
+    assert update > 0
+    for name, step in ((BF16, answer.steps[0]), (DECISION, answer.steps[-1])):
+        assert answer.timelines[name].total_us == pytest.approx(step.whole.us + update)
 
 
 def test_the_document_fits_its_schema_and_adds_up(answer):
