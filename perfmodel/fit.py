@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,28 +27,32 @@ import pandas as pd
 
 from perfmodel import hardware as hardware_module
 from perfmodel.data_folder import data_folder
-from perfmodel.features import features
 from perfmodel.hardware import HardwareSpec
-from perfmodel.kernels import GEMM_KERNELS, KERNELS
-from perfmodel.model import SCHEMA_VERSION, SIZE_CLASSES_US, baseline_us, columns_of, model_file, read_spec, size_class
+from perfmodel.held_out import (
+    FOLDS,
+    accuracy,
+    choice_regret,
+    coverage_by_class,
+    cross_intervals,
+    folds_of,
+    held_out,
+    interval_factors,
+    repeat_difference,
+)
+from perfmodel.judge import SHAPE
+from perfmodel.kernels import KERNELS
+from perfmodel.learn import first_trees, predict, train
+from perfmodel.model import SCHEMA_VERSION, columns_of, model_file, read_spec, size_class
 
-PARAMETERS: dict[str, Any] = {
-    "max_depth": 6, "eta": 0.05, "subsample": 0.8, "colsample_bytree": 0.6, "min_child_weight": 2.0,
-    "objective": "reg:squarederror", "nthread": min(os.cpu_count() or 1, 16), "seed": 0,
-}  # fmt: skip
-ROUNDS = 500
-FOLDS = 5
-HELD_OUT_SWEEPS = ("zoo", "blind", "repeat")
-# Sweeps whose shapes no fitted row may have.
-NEVER_SEEN = ("zoo", "blind")
-SHAPE = ["m", "n", "k", "groups"]
-COVERAGE = 0.90
+__all__ = ["FOLDS", "SHAPE", "fit", "folds_of", "judge", "predict", "read_launches", "read_timings", "table", "train"]
+
+# Sweeps whose shapes no fitted row may have, and what the manifest calls what they judge.
+NEVER_SEEN = {"zoo": "held_out_models", "blind": "held_out_blind"}
+HELD_OUT_SWEEPS = (*NEVER_SEEN, "repeat")
 # A kernel with fewer rows is left out.
 LEAST_ROWS_FIT = 60
 # Less than a launch can take: transposing a single column launches nothing.
 LEAST_US = 0.3
-# A size class with fewer held-out rows takes its interval from all of the kernel's rows.
-LEAST_ROWS = 40
 
 
 def read_timings(hardware: str, folder: Path | None = None) -> pd.DataFrame:
@@ -85,121 +88,37 @@ def read_timings(hardware: str, folder: Path | None = None) -> pd.DataFrame:
     return everything[everything["p50_us"] >= LEAST_US].reset_index(drop=True)
 
 
-def train(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec) -> Any:
-    """Trees for one kernel, fitted to log(time / baseline)."""
-    import xgboost
+def read_launches(timings: pd.DataFrame, folder: Path) -> pd.DataFrame | None:
+    """Quick launches of shapes that no careful timing has, from `launches.parquet` in `folder`; None where there is none.
 
-    sizes = columns_of(rows)
-    names, matrix = features(kernel, *sizes, hardware)
-    target = np.log(rows["p50_us"].to_numpy() / baseline_us(kernel, *sizes, hardware))
-    return xgboost.train(PARAMETERS, xgboost.DMatrix(matrix, target, feature_names=names), ROUNDS)
-
-
-def predict(booster: Any, kernel: str, rows: pd.DataFrame, hardware: HardwareSpec) -> np.ndarray:
-    """Times in microseconds of one kernel's rows."""
-    sizes = columns_of(rows)
-    _, matrix = features(kernel, *sizes, hardware)
-    return baseline_us(kernel, *sizes, hardware) * np.exp(booster.inplace_predict(matrix))
-
-
-def folds_of(timings: pd.DataFrame, folds: int = FOLDS, seed: int = 0) -> np.ndarray:
-    """Fold of each row; all kernels of one shape share theirs."""
-    shape = timings.groupby(SHAPE).ngroup().to_numpy()
-    return np.random.default_rng(seed).permutation(shape.max() + 1)[shape] % folds
-
-
-def held_out(timings: pd.DataFrame, hardware: HardwareSpec) -> np.ndarray:
-    """Each row's time as predicted by trees that saw no row of its shape, in microseconds."""
-    fold = folds_of(timings)
-    result = np.full(len(timings), np.nan)
-    for kernel, index in timings.groupby("kernel").indices.items():
-        rows = timings.iloc[index]
-        for number in range(FOLDS):
-            test = fold[index] == number
-            if test.any() and not test.all():
-                booster = train(str(kernel), rows[~test], hardware)
-                result[index[test]] = predict(booster, str(kernel), rows[test], hardware)
-        print(f"held out {kernel}: {len(rows)} rows", file=sys.stderr)
-    return result
-
-
-def interval_factors(measured: np.ndarray, predicted: np.ndarray) -> list[list[float]]:
-    """Factors on a prediction that hold 90% of held-out measurements, per size class.
-
-    Split-conformal: the quantile of each class's held-out ratios, with the finite-sample correction.
+    Trees that learn from them stay ignorant of every shape that fits or judges what comes on top.
     """
-    ratio, classes = measured / predicted, size_class(predicted)
-
-    def bounds(values: np.ndarray) -> list[float]:
-        tail = (1 - COVERAGE) / 2
-        rank = min(1.0, (1 - tail) * (len(values) + 1) / len(values))
-        return [float(np.quantile(values, 1 - rank)), float(np.quantile(values, rank))]
-
-    everywhere = bounds(ratio)
-    result = []
-    for number in range(len(SIZE_CLASSES_US) + 1):
-        chosen = ratio[classes == number]
-        result.append(bounds(chosen) if len(chosen) >= LEAST_ROWS else everywhere)
-    return result
-
-
-def accuracy(measured: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
-    """MAPE, median, 90th percentile and worst absolute relative error."""
-    error = np.abs(predicted / measured - 1)
-    return {
-        "n": len(error), "mape": float(error.mean()), "median": float(np.median(error)),
-        "p90": float(np.quantile(error, 0.9)), "worst": float(error.max()),
-    }  # fmt: skip
-
-
-def choice_regret(timings: pd.DataFrame, predicted: np.ndarray) -> dict[str, float] | None:
-    """What choosing each shape's GEMM kernel by prediction costs against the measured best; None without a choice.
-
-    Only shapes with at least one legal FP8 kernel. Quantization is not part of it: `benchmarks/choice.py` includes it.
-    """
-    frame = timings.assign(predicted=predicted)
-    frame = frame[frame["kernel"].isin(GEMM_KERNELS)]
-    best = frame.loc[frame.groupby(SHAPE)["p50_us"].idxmin()].set_index(SHAPE)["p50_us"]
-    chosen = frame.loc[frame.groupby(SHAPE)["predicted"].idxmin()].set_index(SHAPE)["p50_us"]
-    several = frame.groupby(SHAPE)["kernel"].nunique() > 1
-    ratio = (chosen / best)[several]
-    if not len(ratio):
+    path = folder / "launches.parquet"
+    if not path.is_file():
         return None
-    return {
-        "shapes": len(ratio), "right": float((ratio == 1).mean()), "geomean": float(np.exp(np.log(ratio).mean()) - 1),
-        "p90": float(ratio.quantile(0.9) - 1), "worst": float(ratio.max() - 1),
-    }  # fmt: skip
+    launches = pd.read_parquet(path).assign(kernel=lambda frame: frame["kernel"].astype(str))
+    known = pd.MultiIndex.from_frame(timings[SHAPE].drop_duplicates())
+    return launches[~pd.MultiIndex.from_frame(launches[SHAPE]).isin(known)].reset_index(drop=True)
 
 
-def judge_on_models(
-    everything: pd.DataFrame, boosters: dict[str, Any], factors: dict[str, list[list[float]]], hardware: HardwareSpec
+def judge(
+    rows: pd.DataFrame, boosters: dict[str, Any], factors: dict[str, list[list[float]]], hardware: HardwareSpec
 ) -> dict[str, Any] | None:
-    """The trees on the sweep `zoo`: accuracy per kernel, share inside the intervals, choice regret; None without it."""
-    zoo = everything[(everything["sweep"] == "zoo") & everything["kernel"].isin(list(boosters))].reset_index(drop=True)
-    if not len(zoo):
+    """Trees on rows that they have not seen: accuracy per kernel, coverage, choice regret; None without rows."""
+    rows = rows[rows["kernel"].isin(list(boosters))].reset_index(drop=True)
+    if not len(rows):
         return None
-    predicted, bounds = np.full(len(zoo), np.nan), np.full((len(zoo), 2), np.nan)
-    for kernel, index in zoo.groupby("kernel").indices.items():
-        predicted[index] = predict(boosters[str(kernel)], str(kernel), zoo.iloc[index], hardware)
-        bounds[index] = predicted[index, None] * np.asarray(factors[str(kernel)])[size_class(predicted[index])]
-    measured = zoo["p50_us"].to_numpy()
-    kernels = {
-        str(kernel): accuracy(measured[index], predicted[index]) for kernel, index in zoo.groupby("kernel").indices.items()
-    }
+    predicted, bounds = np.full(len(rows), np.nan), np.full((len(rows), 2), np.nan)
+    by_kernel = {str(kernel): index for kernel, index in rows.groupby("kernel").indices.items()}
+    for kernel, index in by_kernel.items():
+        predicted[index] = predict(boosters[kernel], kernel, rows.iloc[index], hardware)
+        bounds[index] = predicted[index, None] * np.asarray(factors[kernel])[size_class(predicted[index])]
+    measured = rows["p50_us"].to_numpy()
     return {
-        "kernels": kernels,
-        "gemm_choice": choice_regret(zoo, predicted),
-        "coverage": float(((measured >= bounds[:, 0]) & (measured <= bounds[:, 1])).mean()),
+        "kernels": {kernel: accuracy(measured[i], predicted[i], bounds[i]) for kernel, i in by_kernel.items()},
+        "gemm_choice": choice_regret(rows, predicted),
+        "coverage": accuracy(measured, predicted, bounds)["coverage"],
     }
-
-
-def repeat_difference(everything: pd.DataFrame) -> dict[str, float] | None:
-    """How far a second measurement on another machine is from the first, what no model can beat; None without one."""
-    key = ["kernel", *SHAPE]
-    first = everything[everything["sweep"] == "lrm"].set_index(key)["p50_us"]
-    second = everything[everything["sweep"] == "repeat"].set_index(key)["p50_us"]
-    both = pd.concat([first, second], axis=1, join="inner", keys=["first", "second"])
-    return accuracy(both["first"].to_numpy(), both["second"].to_numpy()) if len(both) else None
 
 
 def _fitted_rows(everything: pd.DataFrame) -> pd.DataFrame:
@@ -241,8 +160,10 @@ def fit(
     hardware = hardware_module.load(hardware_name) if spec is None else read_spec(spec)
     everything = read_timings(hardware.name, timings_folder)
     timings = _fitted_rows(everything)
-    predicted = held_out(timings, hardware)
-    measured = timings["p50_us"].to_numpy()
+    launches = read_launches(everything, timings_folder or data_folder() / hardware.name)
+    first = {kernel: trees for kernel in timings["kernel"].unique() if (trees := first_trees(kernel, launches, hardware))}
+    predicted = held_out(timings, hardware, first)
+    measured, bounds = timings["p50_us"].to_numpy(), cross_intervals(timings, predicted)
     command = f"python -m perfmodel.fit --hardware {hardware_name}"
     target = folder or data_folder() / hardware.name / "models"
     if timings_folder is not None and folder is not None:
@@ -255,20 +176,22 @@ def fit(
     boosters: dict[str, Any] = {}
     for kernel, index in timings.groupby("kernel").indices.items():
         rows = timings.iloc[index]
-        booster = boosters[str(kernel)] = train(str(kernel), rows, hardware)
+        booster = boosters[str(kernel)] = train(str(kernel), rows, hardware, first.get(str(kernel)))
         (target / model_file(str(kernel))).write_bytes(gzip.compress(bytes(booster.save_raw("ubj")), 9, mtime=0))
         sizes = dict(zip(SHAPE, columns_of(rows), strict=True))
         sizes["product"] = sizes["m"] * sizes["n"] * sizes["k"] * sizes["groups"]
         kernels[str(kernel)] = {
-            "held_out": accuracy(measured[index], predicted[index]),
+            "held_out": accuracy(measured[index], predicted[index], bounds[index]),
+            "classes": coverage_by_class(measured[index], predicted[index], bounds[index]),
             "interval_factors": interval_factors(measured[index], predicted[index]),
             "range": {name: [float(values.min()), float(values.max())] for name, values in sizes.items()},
         }
+    factors = {kernel: entry["interval_factors"] for kernel, entry in kernels.items()}
     judged = {
         "choice_regret": choice_regret(timings, predicted),
-        "held_out_models": judge_on_models(
-            everything, boosters, {kernel: entry["interval_factors"] for kernel, entry in kernels.items()}, hardware
-        ),
+        **{
+            key: judge(everything[everything["sweep"] == sweep], boosters, factors, hardware) for sweep, key in NEVER_SEEN.items()
+        },
         "repeat_on_another_machine": repeat_difference(everything),
     }
     manifest = {
@@ -277,9 +200,14 @@ def fit(
         "command": command,
         "rows": len(timings),
         "shapes": int(timings.groupby(SHAPE).ngroups),
+        "launches": 0 if launches is None else int(launches["kernel"].isin(list(first)).sum()),
         "held_out": f"{FOLDS}-fold cross-validation by whole shapes",
         **{name: value for name, value in judged.items() if value is not None},
-        **({"not_measured": missing} if (missing := [name for name, value in judged.items() if value is None]) else {}),
+        **(
+            {"not_measured": missing}
+            if (missing := [name for name, value in judged.items() if value is None and name != "held_out_blind"])
+            else {}
+        ),
         "kernels": kernels,
     }
     (target / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
