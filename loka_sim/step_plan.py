@@ -188,14 +188,15 @@ def _gathered(
 
     for _ in range(len(loose) + 1):
         fetch()
+    writer.hold(*(f"parameters {number}, {phase}" for number in loose))
+    entered: set[int] = set()
     for position, (number, pieces) in enumerate(runs):
-        names = [f"parameters {loose_one}, {phase}" for loose_one in loose] if position == 0 else []
-        if number is not None and units[number].gather:
-            names.append(f"parameters {number}, {phase}")
-            while not writer.has(names[-1]):
+        if number is not None and number not in entered and units[number].gather:
+            entered.add(number)
+            while not writer.has(f"parameters {number}, {phase}"):
                 fetch()
             fetch()
-        writer.hold(*names)
+            writer.hold(f"parameters {number}, {phase}")
         writer.compute(pieces)
         if last is not None and number is not None and last[number] == position:
             writer.reduce(number, units[number])

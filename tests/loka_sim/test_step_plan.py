@@ -89,6 +89,18 @@ def test_sharded_by_hand():
     assert found["gradients 1"] == (80, 88) and found["gradients 0"] == (100, 108)
 
 
+def test_gathers_run_one_unit_ahead_whatever_stands_between():
+    """Three units of two sites each, with kernels of no site among them: no gather begins before the last but one is entered."""
+    sites = [piece(FORWARD, f"{unit}{i}", 10, f"{unit}{i}") for unit in "abc" for i in range(2)]
+    loose = [piece(FORWARD, f"copy {i}", 1) for i in range(12)]
+    units = [Unit((f"{unit}0", f"{unit}1"), 1, collective("all_gather", 2, NVLINK), ()) for unit in "abc"]
+    found = times(schedule(plan([*sites, *loose], exchanged(units))))
+    assert found["parameters 1, forward"][0] <= found["a0"][0]
+    assert found["a1"][1] <= found["parameters 2, forward"][0] <= found["b0"][0]
+    for name, number in (("a0", 0), ("b0", 1), ("c0", 2)):
+        assert found[name][0] >= found[f"parameters {number}, forward"][1]
+
+
 def test_hierarchical_reductions_follow_each_other_on_their_fabrics():
     reduce = (collective("reduce_scatter", 8, NVLINK), collective("all_reduce", 6, NETWORK))
     units = [Unit(("b",), 1, collective("all_gather", 5, NVLINK), reduce)]
