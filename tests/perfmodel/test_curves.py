@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.interpolate import PchipInterpolator
 
@@ -9,6 +9,7 @@ from perfmodel.curves import Curve
 steps = st.lists(st.floats(0.05, 3.0), min_size=3, max_size=20)
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(widths=steps, seed=st.integers(0, 2**31))
 def test_against_scipys_pchip_in_logarithms(widths, seed):
     generator = np.random.default_rng(seed)

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perfmodel.step import COMMON_DEVIATION, combine
@@ -97,6 +97,7 @@ def union_length(intervals):
     return sum(b - a for a, b in middles if any(s <= a and b <= e for s, e in intervals))
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(ops=programs())
 def test_of_any_program(ops):
     timeline = schedule(ops)
@@ -130,6 +131,7 @@ def test_of_any_program(ops):
     assert timeline.exposed_us <= sum(o.us for o in ops if o.stream != COMPUTE) + close
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(ops=programs(), slower=st.integers(0, 24))
 def test_a_longer_operation_never_shortens_the_step(ops, slower):
     before = schedule(ops).total_us
@@ -138,6 +140,7 @@ def test_a_longer_operation_never_shortens_the_step(ops, slower):
     assert schedule(ops).total_us >= before - 1e-9 * (1 + before)
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(ops=programs())
 def test_the_interval_holds_the_total_and_stays_between_the_extremes(ops):
     timeline = schedule(ops)

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perfmodel import collectives
@@ -136,6 +136,7 @@ def test_oversubscription_slows_what_leaves_the_leaf(model):
     assert time_us(model, "all_reduce", 1024, HUGE, narrow) == time_us(model, "all_reduce", 1024, HUGE, free)
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     op=st.sampled_from(OPS), hosts=st.integers(2, 512), exponent=st.floats(10, 34), gbps=st.floats(1, 3200),
     rails=st.sampled_from([1, 2, 4, 8]), oversubscription=st.floats(1, 16),
