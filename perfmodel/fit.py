@@ -121,7 +121,7 @@ def judge(
     }
 
 
-def _fitted_rows(everything: pd.DataFrame) -> pd.DataFrame:
+def fitted_rows(everything: pd.DataFrame) -> pd.DataFrame:
     """Rows to fit: no held-out sweep, no shape of `NEVER_SEEN`, no kernel with too few rows (named on stderr)."""
     fitted = ~everything["sweep"].isin(HELD_OUT_SWEEPS)
     kept = pd.MultiIndex.from_frame(everything.loc[everything["sweep"].isin(NEVER_SEEN), SHAPE])
@@ -159,7 +159,7 @@ def fit(
     spec_path = spec or data_folder() / hardware_name / "hardware.json"
     hardware = hardware_module.load(hardware_name) if spec is None else read_spec(spec)
     everything = read_timings(hardware.name, timings_folder)
-    timings = _fitted_rows(everything)
+    timings = fitted_rows(everything)
     launches = read_launches(everything, timings_folder or data_folder() / hardware.name)
     first = {kernel: trees for kernel in timings["kernel"].unique() if (trees := first_trees(kernel, launches, hardware))}
     predicted = held_out(timings, hardware, first)

@@ -74,7 +74,7 @@ def test_left_out_kernels_are_named(sweep, tmp_path, capsys):
     assert "linear" not in " ".join(rows["kernel"]) and (rows["sweep"] == "own").all()
     assert all(values.min() >= 1 for values in columns_of(rows))
     assert "unknown kernels are left out: their/own" in capsys.readouterr().err
-    fit._fitted_rows(rows)
+    fit.fitted_rows(rows)
     assert "left out torch/fp8_block128: " in capsys.readouterr().err
 
 
