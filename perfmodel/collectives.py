@@ -232,7 +232,9 @@ class CollectiveModel:
 
     def floor(self, setting: Setting) -> float:
         """Time of the smallest size measured of an op inside a host, whatever the ranks: what launching it takes."""
-        return min(float(curve.times[0]) for key, curve in self.curves.items() if key.op == setting.op and key.dtype == "bf16")
+        return min(
+            float(curve(curve.sizes[0])[0]) for key, curve in self.curves.items() if key.op == setting.op and key.dtype == "bf16"
+        )
 
     def codec(self, setting: Setting, sizes: Array) -> Estimate:
         """Quantizing before and dequantizing after a compressed exchange, from the two halves measured alone."""

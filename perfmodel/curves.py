@@ -1,8 +1,9 @@
-"""Time over size, drawn through measured points in logarithms of both without a bend that they do not have."""
+"""Time over size, drawn through measured points in logarithms of both, never falling, without a bend that they do not have."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -14,23 +15,36 @@ Array = npt.NDArray[np.float64]
 class Curve:
     """Piecewise cubic Hermite interpolation that keeps the order of its points (Fritsch and Butland, 1984).
 
-    Below the first point its value: there latency alone counts. Beyond the last one, the bandwidth of the last two
-    intervals: time grows by as much a byte as it did there.
+    More bytes never take less time: points that say so are noise, and stand at their mean (isotonic regression). Below the
+    first point its value: there latency alone counts. Beyond the last one, the bandwidth of the last two intervals: time
+    grows by as much a byte as it did there.
 
     Attributes:
         sizes: Bytes, increasing; at least three.
-        times: Microseconds.
+        times: Microseconds, as measured.
     """
 
     sizes: Array
     times: Array
 
+    @cached_property
+    def _rising(self) -> Array:
+        """Logarithms of the times, none below the one before it."""
+        groups: list[tuple[float, int]] = []
+        for value in np.log(self.times).tolist():
+            groups.append((value, 1))
+            while len(groups) > 1 and groups[-2][0] > groups[-1][0]:
+                (first, few), (second, more) = groups[-2:]
+                groups[-2:] = [((first * few + second * more) / (few + more), few + more)]
+        return np.repeat([value for value, _ in groups], [count for _, count in groups])
+
     def __call__(self, size: npt.ArrayLike) -> Array:
         """Time in microseconds at each size in bytes."""
         wanted = np.atleast_1d(np.asarray(size, dtype=np.float64))
         inside = np.clip(wanted, self.sizes[0], self.sizes[-1])
-        result = np.exp(_hermite(np.log(self.sizes), np.log(self.times), np.log(inside)))
-        a_byte = max((self.times[-1] - self.times[-3]) / (self.sizes[-1] - self.sizes[-3]), 0.0)
+        result = np.exp(_hermite(np.log(self.sizes), self._rising, np.log(inside)))
+        ends = np.exp(self._rising[[-3, -1]])
+        a_byte = (ends[1] - ends[0]) / (self.sizes[-1] - self.sizes[-3])
         return result + np.maximum(wanted - self.sizes[-1], 0.0) * a_byte
 
     def without(self, index: int) -> Curve:
