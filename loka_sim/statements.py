@@ -130,6 +130,8 @@ def _left_out(answer: WhatIf) -> Iterable[Statement]:
     if answer.communication is not None:
         measured = answer.communication.basis in ("interpolated", None) and not answer.communication.missing
         yield ("note" if measured else "warning"), in_words(answer.communication)
+        if answer.settings.exchange.startswith("fp8"):
+            yield "warning", "Embeddings and their gradients travel in FP8: what that costs in accuracy is not predicted."
         if not answer.communication.missing:
             yield "note", ("On several GPUs tables are spread evenly, the forward waits for the embeddings, and the step ends "
                            "with the last reduction. Compute and communication are taken not to slow each other.")  # fmt: skip

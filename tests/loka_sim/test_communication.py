@@ -147,6 +147,14 @@ def test_words_say_where_a_figure_comes_from(made_up_times, made_up_model):
     assert "512 GPUs in 64 hosts (hgx_h200, 400 Gb/s a GPU)" in across and "not measured: 25% either way" in across
 
 
+def test_compressed_embeddings_are_not_judged_and_that_is_said(made_up, made_up_model):
+    said = {
+        exchange: [s["text"] for s in loka_sim.whatif(made_up_model, gpus=16, exchange=exchange).to_dict()["statements"]]
+        for exchange in ("bf16", "fp8_rowwise")
+    }
+    assert [any("in accuracy is not predicted" in text for text in texts) for texts in said.values()] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
