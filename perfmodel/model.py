@@ -148,6 +148,8 @@ class PerfModel:
                 raise ValueError(f"{kernel} cannot run {letter} = {size[wrong][0]:.0f}: it is no multiple of {multiple}")
         if spec.kind == "gemm" and (several := sizes[3] != 1).any():
             raise ValueError(f"{kernel} makes one product, not groups = {sizes[3][several][0]:.0f}; name a batched kernel")
+        if spec.most_groups is not None and (many := sizes[3] > spec.most_groups).any():
+            raise ValueError(f"{kernel} takes at most {spec.most_groups} groups, not {sizes[3][many][0]:.0f}")
 
     def explain(self, row: Mapping[str, Any] | pd.Series) -> Explanation:
         """Why a call takes as long as predicted: roofline, launch, and what each feature of the shape adds.

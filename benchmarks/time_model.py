@@ -1,0 +1,259 @@
+"""How good the kernel-time model is on shapes that it has not seen, per kernel and size; how far it extrapolates; and its peers.
+
+    python benchmarks/time_model.py [accuracy] [coverage] [unseen] [extrapolation] [peers] [--folds N] [--kernels PATTERN ...]
+
+accuracy, coverage: cross-validation by whole shapes over the fitted sweeps of an H200, the intervals from other folds' errors
+alone. unseen: the shipped trees on the sweeps that no fit saw, the zoo's models and `blind`. extrapolation: fitted without the
+largest octave of M, N, K and FLOPs, and without one K, and judged there. peers: each fitted on the same folds; nvMatmulHeuristics
+where it is installed (pip install nvidia-matmul-heuristics). Regret is the geometric mean of the chosen kernel's measured time
+over the best one's: per FP8 kernel of the choice between it and bf16. On two cores everything takes about half an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from peers import PEERS, MatmulHeuristics
+
+import perfmodel
+from loka_sim.dispatch.baselines import filter_rowwise, filter_tensorwise
+from perfmodel import data_folder, fit
+from perfmodel.held_out import FOLDS, accuracy, choice_regret, coverage_by_class, cross_intervals, folds_of, held_out
+from perfmodel.judge import SHAPE
+from perfmodel.kernels import GEMM_KERNELS, KERNELS
+from perfmodel.learn import first_trees, predict, train
+from perfmodel.model import SIZE_CLASSES_US, columns_of
+
+Array = npt.NDArray[np.float64]
+
+SECTIONS = ("accuracy", "coverage", "unseen", "extrapolation", "peers")
+HARDWARE = "h200"
+UNSEEN_K = 1024
+# What the others cost a user beside the GEMM is in benchmarks/choice.py; this is the term that was fitted for nvMatmulHeuristics.
+EXTRAPOLATED = ("torch/bf16", "torch/fp8_tensorwise_fast", "torch/fp8_rowwise_fast")
+
+
+class Data:
+    """Timings, launches and cross-validated predictions, made when first asked for."""
+
+    def __init__(self, patterns: list[str], folds: int) -> None:
+        """Read the timings of the kernels that fit a pattern; judge the first `folds` of the folds."""
+        self.hardware = perfmodel.hardware.load(HARDWARE)
+        self.everything = fit.read_timings(HARDWARE)
+        rows = fit.fitted_rows(self.everything)
+        wanted = [any(fnmatchcase(name, pattern) for pattern in patterns) for name in rows["kernel"]]
+        self.rows = rows[wanted].reset_index(drop=True)
+        self.launches = fit.read_launches(self.everything, data_folder() / HARDWARE)
+        self.folds = range(folds)
+        self.fold = folds_of(self.rows)
+        self._judged: tuple[pd.DataFrame, Array, Array] | None = None
+
+    @property
+    def kernels(self) -> list[str]:
+        """Names, in the registry's order."""
+        present = set(self.rows["kernel"])
+        return [name for name in KERNELS if name in present]
+
+    def judged(self) -> tuple[pd.DataFrame, Array, Array]:
+        """Rows of the judged folds, their held-out predictions, and the ends of their intervals."""
+        if self._judged is None:
+            first = {name: trees for name in self.kernels if (trees := first_trees(name, self.launches, self.hardware))}
+            predicted = held_out(self.rows, self.hardware, first, self.folds)
+            known = np.flatnonzero(np.isfinite(predicted))
+            rows = self.rows.iloc[known].reset_index(drop=True)
+            self._judged = rows, predicted[known], cross_intervals(rows, predicted[known])
+        return self._judged
+
+
+def line(name: str, result: dict[str, float], regret: dict[str, float] | None) -> str:
+    """A row of an accuracy table."""
+    tail = f"{regret['geomean']:8.2%}" if regret else f"{'':8s}"
+    cover = f"{result['coverage']:8.1%}" if "coverage" in result else f"{'':8s}"
+    return (
+        f"{name:38s} {result['n']:5.0f} {result['mape']:6.1%} {result['median']:7.1%} {result['p90']:6.1%} "
+        f"{result['worst']:6.0%} {cover} {tail}"
+    )
+
+
+HEAD = f"{'':38s} {'n':>5s} {'MAPE':>6s} {'median':>7s} {'p90':>6s} {'worst':>6s} {'covered':>8s} {'regret':>8s}"
+
+
+def accuracy_table(rows: pd.DataFrame, predicted: Array, bounds: Array, title: str) -> None:
+    """Per kernel, and the choice among all GEMM kernels."""
+    print(f"\n{title}\n{HEAD}")
+    measured = rows["p50_us"].to_numpy()
+    for name in (name for name in KERNELS if (rows["kernel"] == name).any()):
+        mine = (rows["kernel"] == name).to_numpy()
+        fp8 = name in GEMM_KERNELS and KERNELS[name].is_fp8
+        regret = choice_regret(rows, predicted, ("torch/bf16", name)) if fp8 else None
+        print(line(name, accuracy(measured[mine], predicted[mine], bounds[mine]), regret))
+    if regret := choice_regret(rows, predicted):
+        print(
+            f"choice of any GEMM kernel, {regret['shapes']} shapes: right {regret['right']:.1%}, regret {regret['geomean']:.2%}, "
+            f"p90 {regret['p90']:.1%}, worst {regret['worst']:.0%}"
+        )
+
+
+def coverage(data: Data) -> None:
+    """Share of held-out measurements inside the 90% intervals, per kernel and size class."""
+    rows, predicted, bounds = data.judged()
+    edges = (0.0, *SIZE_CLASSES_US, np.inf)
+    names = [
+        f"{low:g}-{high:g} us" if np.isfinite(high) else f"over {low:g} us" for low, high in zip(edges, edges[1:], strict=False)
+    ]
+    print("\nShare inside the 90% interval by predicted time (rows): intervals from other folds' errors alone")
+    print(f"{'':38s}" + "".join(f"{name:>15s}" for name in names))
+    groups = [(name, (rows["kernel"] == name).to_numpy()) for name in data.kernels]
+    for name, mine in [*groups, ("all", np.ones(len(rows), dtype=bool))]:
+        found = coverage_by_class(rows["p50_us"].to_numpy()[mine], predicted[mine], bounds[mine])
+        cells = (f"{c['coverage']:.1%} ({c['n']:.0f})" if c["n"] >= 20 else "-" for c in found)
+        print(f"{name:38s}" + "".join(f"{cell:>15s}" for cell in cells))
+
+
+def unseen(data: Data) -> None:
+    """The shipped model on sweeps that nothing was fitted to."""
+    model = perfmodel.load(HARDWARE)
+    for sweep, what in (("zoo", "Whole models (sweep zoo)"), ("blind", "Fresh shapes, looked at once (sweep blind)")):
+        rows = data.everything[(data.everything["sweep"] == sweep) & data.everything["kernel"].isin(data.kernels)]
+        rows = rows[rows["kernel"].isin(list(model.manifest["kernels"]))].reset_index(drop=True)
+        if len(rows):
+            result = model.predict(rows)
+            bounds = result[["low_us", "high_us"]].to_numpy()
+            accuracy_table(rows, result["time_us"].to_numpy(), bounds, f"{what}: the shipped trees")
+
+
+def regions(rows: pd.DataFrame, timings: pd.DataFrame) -> dict[str, Array]:
+    """Which of `rows` lie in each region to extrapolate to: above half the largest size among `timings`, and at one K."""
+
+    def sizes(frame: pd.DataFrame) -> dict[str, Array]:
+        m, n, k, groups = columns_of(frame)
+        return {"M": m, "N": n, "K": k, "FLOPs": m * n * k * groups}
+
+    largest = {name: size.max() for name, size in sizes(timings).items()}
+    found = {f"largest octave of {name}": size > largest[name] / 2 for name, size in sizes(rows).items()}
+    return {**found, f"K = {UNSEEN_K}": columns_of(rows)[2] == UNSEEN_K}
+
+
+def extrapolation(data: Data) -> None:
+    """Fitted without a region, judged in it."""
+    print(f"\nFitted without a region, timings and launches alike, and judged in it\n{HEAD}")
+    for name in (name for name in EXTRAPOLATED if name in data.kernels):
+        rows = data.rows[data.rows["kernel"] == name].reset_index(drop=True)
+        launches = None if data.launches is None else data.launches[data.launches["kernel"] == name]
+        quick = {} if launches is None else regions(launches, rows)
+        for region, inside in regions(rows, rows).items():
+            first = first_trees(name, None if launches is None else launches[~quick[region]], data.hardware)
+            predicted = predict(train(name, rows[~inside], data.hardware, first), name, rows[inside], data.hardware)
+            result = accuracy(rows["p50_us"].to_numpy()[inside], predicted)
+            print(line(f"{name.removeprefix('torch/')}, {region}", result, None), flush=True)
+
+
+def peers(data: Data) -> None:
+    """Others on the same held-out shapes."""
+    rows, ours, _ = data.judged()
+    rows = rows.assign(ours=ours)
+    rows = rows[rows["kernel"].isin(GEMM_KERNELS) & (rows["kernel"].str.startswith("torch/"))].reset_index(drop=True)
+    fold = rows.merge(data.rows.assign(fold=data.fold)[["kernel", *SHAPE, "sweep", "fold"]], on=["kernel", *SHAPE, "sweep"])[
+        "fold"
+    ]
+    measured = rows["p50_us"].to_numpy()
+    predictions = {"loka-sim": rows["ours"].to_numpy()}
+    for peer, make in PEERS.items():
+        predictions[peer] = np.full(len(rows), np.nan)
+        for name in rows["kernel"].unique():
+            everything = data.rows[data.rows["kernel"] == name]
+            for number in data.folds:
+                test = ((rows["kernel"] == name) & (fold == number)).to_numpy()
+                known = everything[data.fold[everything.index] != number]
+                predictions[peer][test] = make(str(name), known, rows[test], data.hardware)
+    try:
+        heuristics = MatmulHeuristics()
+        predictions["nvMatmulHeuristics"] = np.full(len(rows), np.nan)
+        for name in rows["kernel"].unique():
+            mine = (rows["kernel"] == name).to_numpy()
+            predictions["nvMatmulHeuristics"][mine] = heuristics(str(name), rows[mine])
+    except ModuleNotFoundError as absent:
+        print(absent, file=sys.stderr)
+    print("\nPeers on the same held-out shapes of torch's GEMMs; regret of the choice among them, without and with quantization")
+    print(f"{'':28s} {'n':>6s} {'MAPE':>7s} {'median':>7s} {'p90':>7s} {'worst':>7s} {'regret':>8s} {'quantized':>10s}")
+    model = perfmodel.load(HARDWARE)
+    added = quantization(rows, model)
+    for peer, predicted in predictions.items():
+        known = np.isfinite(predicted)
+        result = accuracy(measured[known], predicted[known])
+        regrets = [regret_of(rows[known], predicted[known], extra[known]) for extra in (np.zeros(len(rows)), added)]
+        shown = f"{regrets[0]:8.2%} {regrets[1]:10.2%}"
+        print(
+            f"{peer:28s} {result['n']:6.0f} {result['mape']:7.1%} {result['median']:7.1%} {result['p90']:7.1%} "
+            f"{result['worst']:7.0%} {shown}"
+        )
+    for name, wants in (("tensorwise", filter_tensorwise), ("rowwise", filter_rowwise)):
+        kernel = f"torch/fp8_{name}_fast"
+        chosen = [
+            (row.kernel == kernel) if wants(int(row.n), int(row.k)) else (row.kernel == "torch/bf16") for row in rows.itertuples()
+        ]
+        score = np.where(chosen, 0.0, 1.0)
+        both = rows["kernel"].isin(["torch/bf16", kernel]).to_numpy()
+        regrets = [
+            regret_of(rows[both], score[both], extra[both], chosen_by_score=True) for extra in (np.zeros(len(rows)), added)
+        ]
+        print(f"torchao's filter, {name:11s} {'':38s} {regrets[0]:8.2%} {regrets[1]:10.2%}")
+
+
+def quantization(rows: pd.DataFrame, model: perfmodel.PerfModel) -> Array:
+    """Time of quantizing both operands of each FP8 row, as the shipped model has it (its own accuracy: `accuracy`)."""
+    extra = np.zeros(len(rows))
+    for name, index in rows.groupby("kernel").indices.items():
+        spec = KERNELS[str(name)]
+        for recipe, size in ((spec.recipe_a, "m"), (spec.recipe_b, "n")):
+            if spec.is_fp8 and recipe is not None:
+                part = rows.iloc[index]
+                quantizer = f"torch/quantize_{recipe.partition('/')[2]}"
+                calls = pd.DataFrame({"kernel": quantizer, "m": part[size], "n": 1, "k": part["k"]})
+                extra[index] += model.predict(calls)["time_us"].to_numpy()
+    return extra
+
+
+def regret_of(rows: pd.DataFrame, predicted: Array, extra: Array, chosen_by_score: bool = False) -> float:
+    """Regret of choosing by `predicted` (plus `extra`, unless it is a score) when each row costs its time plus `extra`."""
+    frame = rows.assign(p50_us=rows["p50_us"] + extra)
+    result = choice_regret(frame, predicted if chosen_by_score else predicted + extra)
+    return result["geomean"] if result else float("nan")
+
+
+def main() -> int:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("sections", nargs="*", metavar="section", help=f"which of: {', '.join(SECTIONS)} (default: all)")
+    parser.add_argument("--folds", type=int, default=FOLDS, choices=range(2, FOLDS + 1), help="how many folds to judge")
+    parser.add_argument("--kernels", nargs="+", default=["*"], metavar="PATTERN", help="as 'torch/fp8_*' (default: all)")
+    options = parser.parse_args()
+    if unknown := set(options.sections) - set(SECTIONS):
+        parser.error(f"no section {sorted(unknown)[0]!r}; choose from {', '.join(SECTIONS)}")
+    wanted = options.sections or SECTIONS
+    data = Data(options.kernels, options.folds)
+    if "accuracy" in wanted:
+        shapes = data.rows.groupby(SHAPE).ngroups
+        accuracy_table(
+            *data.judged(), f"Held-out shapes: {FOLDS}-fold cross-validation over {shapes} shapes, {len(data.rows)} timings"
+        )
+    if "coverage" in wanted:
+        coverage(data)
+    if "unseen" in wanted:
+        unseen(data)
+    if "extrapolation" in wanted:
+        extrapolation(data)
+    if "peers" in wanted:
+        peers(data)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    sys.exit(main())
