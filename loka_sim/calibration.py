@@ -1,7 +1,8 @@
 """A calibration: what one machine's measurements say of both models, as a folder that `whatif --calibration` takes.
 
 - manifest.json: what it is, of which machine, for which hardware, made by which command
-- perfmodel/: the time model, refined (`perfmodel.refine`) or fitted anew (`perfmodel.fit`)
+- perfmodel/: the time model, refined (`perfmodel.refine`) or fitted anew (`perfmodel.fit`); collectives.parquet in it, where
+  collectives were measured, takes the place of the shipped one
 - hardware.json: only of a machine that the package has no data of: its ceilings
 - numerics.json: factors on predicted errors, per kernel and pass
 - timings/: the rows that it was made from, with their sidecars
