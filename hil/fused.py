@@ -28,12 +28,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hil.compiled import kernel_times, recorded
+from hil.compiled import kernel_launches, kernel_times, recorded
 
 if TYPE_CHECKING:
     import pandas
 
 ITERATIONS = 8
+EAGER_ITERATIONS = 7
 EXPONENTIAL = {"exp", "sigmoid", "tanh"}
 MATRICES = (
     (2048, 1), (2048, 128), (2048, 512), (2048, 1024), (2048, 3456), (2048, 8192), (2048, 32768), (8192, 1024),
@@ -396,8 +397,7 @@ def measure_eager(out: Path, seconds: float) -> int:
                 filler.fill_(1.0)
                 run()
 
-            times = kernel_times(cold, 5, 2)
-            kernels_us, launches, names = _without_flush(times)
+            kernels_us, launches, names = _without_flush(kernel_launches(cold, EAGER_ITERATIONS, 2))
             torch.cuda.synchronize()
             before = time.perf_counter()
             for _ in range(5):
@@ -413,20 +413,15 @@ def measure_eager(out: Path, seconds: float) -> int:
     return 0
 
 
-def _without_flush(times: dict[str, list[float]], iterations: int = 5) -> tuple[float, float, dict[str, float]]:
-    """Kernel time, launches and names of one iteration, less the flush: the first fill of every iteration."""
-    total = launches = 0.0
-    names = {}
-    for name, samples in times.items():
-        kept = list(samples)
-        if "FillFunctor<c10::BFloat16>" in name:
-            for sample in sorted(samples, reverse=True)[:iterations]:
-                kept.remove(sample)
-        if kept:
-            names[name[:90]] = round(sum(kept) / iterations, 3)
-        total += sum(kept) / iterations
-        launches += len(kept) / iterations
-    return total, launches, names
+def _without_flush(launches: list[tuple[str, float]]) -> tuple[float, int, dict[str, float]]:
+    """Kernel time, launches and names of the median iteration, less the flush that begins each."""
+    number = len(launches) // EAGER_ITERATIONS
+    every = [launches[start + 1 : start + number] for start in range(0, number * EAGER_ITERATIONS, number)]
+    median = sorted(every, key=lambda some: sum(time_us for _, time_us in some))[EAGER_ITERATIONS // 2]
+    names: dict[str, float] = {}
+    for name, time_us in median:
+        names[name[:90]] = round(names.get(name[:90], 0.0) + time_us, 3)
+    return sum(time_us for _, time_us in median), number - 1, names
 
 
 def tabulated(rows: list[dict[str, Any]]) -> pandas.DataFrame:

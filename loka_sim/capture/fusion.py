@@ -49,20 +49,15 @@ class _Group:
     before: int = 0  # bit set of the groups that must run earlier
     reads: set[int] = field(default_factory=set)
     writes: set[int] = field(default_factory=set)
+    added: set[int] = field(default_factory=set)  # of these, those that a scatter adds to
 
 
 def _joined_space(first: _Group, second: _Group) -> tuple[int, int] | None:
     """The iteration space of both as one kernel, or None where they cannot be one."""
     if first.kind in ALONE or second.kind in ALONE:
         return None
-    if "column" in (first.kind, second.kind):
-        if first.kind == second.kind:
-            return first.space if first.space == second.space else None
-        return _both_ways(first, second)
-    if BOTH in (first.kind, second.kind):
-        # What such a kernel needs must be there; what uses its results may join.
-        both, other = (first, second) if first.kind == BOTH else (second, first)
-        return both.space if other.kind == "pointwise" and not other.writes & both.reads and _fits(both, other) else None
+    if "column" in (first.kind, second.kind) or BOTH in (first.kind, second.kind):
+        return _across(first, second)
     if "row" in (first.kind, second.kind):
         row, other = (first, second) if first.kind == "row" else (second, first)
         if other.kind == "row":
@@ -73,11 +68,24 @@ def _joined_space(first: _Group, second: _Group) -> tuple[int, int] | None:
     return first.space if first.space[0] == second.space[0] else None
 
 
+def _across(first: _Group, second: _Group) -> tuple[int, int] | None:
+    """Of a reduction across memory: with its like, with one of the same elements along memory, or with what uses its sums."""
+    if first.kind == second.kind:
+        return first.space if first.space == second.space else None
+    if {first.kind, second.kind} == {"row", "column"}:
+        return _both_ways(first, second)
+    reduction, other = (first, second) if first.kind in ("column", BOTH) else (second, first)
+    if other.kind != "pointwise" or other.writes & reduction.reads:
+        return None
+    uses_sums = bool(other.reads & reduction.writes) and other.space[0] == reduction.space[reduction.kind == BOTH]
+    return reduction.space if uses_sums or (reduction.kind == BOTH and _fits(reduction, other)) else None
+
+
 def _joined_kind(first: str, second: str) -> str:
     kinds = {first, second}
     if BOTH in kinds or kinds == {"row", "column"}:
         return BOTH
-    return next((kind for kind in ("row", "scatter") if kind in kinds), first)
+    return next((kind for kind in ("row", "column", "scatter") if kind in kinds), first)
 
 
 def _fits(row: _Group, other: _Group) -> bool:
@@ -104,7 +112,8 @@ class _Fusion:
         for loop in lowered.scheduled:
             index = len(self.groups)
             reads = {buffer for buffer, _ in loop.reads}
-            group = _Group([loop], loop.space, loop.kind, 0, reads, set(loop.writes))
+            made = set(loop.writes)
+            group = _Group([loop], loop.space, loop.kind, 0, reads, made, made if loop.kind == "scatter" else set())
             for buffer in reads & self.maker.keys():
                 earlier = self.maker[buffer]
                 other = self.groups[earlier]
@@ -167,6 +176,8 @@ class _Fusion:
                 for (buffer, _), access in loop.reads.items():
                     if buffer in writer.writes and not (access.whole and (loop.turns or not access.turned)):
                         return False
+                    if buffer in writer.added:  # by others of the kernel's threads, at any time
+                        return False
         # No third group may have to run after one of them and before the other.
         between = (one.before | other.before) & ~(1 << first | 1 << second)
         index, rest = 0, between
@@ -182,6 +193,7 @@ class _Fusion:
         one.kind = _joined_kind(one.kind, other.kind)
         one.reads |= other.reads
         one.writes |= other.writes
+        one.added |= other.added
         one.before = between
         self.groups[second] = None
         self.moved[second] = first

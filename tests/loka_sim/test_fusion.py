@@ -1,0 +1,159 @@
+"""The kernels that a capture finds between the GEMMs: against bytes counted by hand, and against torch.compile's account.
+
+`torch_compile_kernels.json` holds torch.compile's own account: of `benchmarks/fusion.py` (torch 2.13), and of kernels that
+ran on an H200 (torch 2.11, `benchmarks/step_profile.py`).
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from loka_sim.capture import capture
+from loka_sim.modelspec import Fused, ModelSpec
+from loka_sim.zoo import build, example_inputs
+
+REFERENCE = json.loads((Path(__file__).parent / "torch_compile_kernels.json").read_text())
+B = 4096
+
+
+def found(model: nn.Module, *inputs: torch.Tensor) -> list[tuple[str, str, int, int, int]]:
+    """(phase, kind, read, written, unordered bytes) of every kernel at batch `B`, the loss's gradient left out."""
+    spec = capture(model, inputs)
+    assert not spec.untraced
+    sizes = ("read_bytes", "written_bytes", "unordered_bytes")
+    return [
+        (kernel.phase, kernel.kind, *(getattr(kernel, name).at(B) for name in sizes))
+        for kernel in spec.fused
+        for _ in range(kernel.count)
+    ]
+
+
+def test_a_layer_has_an_activation_its_gradient_and_a_bias_sum():
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 32, bias=False))
+    y, rows = 2 * B * 128, ("forward", "backward")
+    assert found(model, torch.randn(B, 64)) == [
+        (rows[0], "pointwise", y, y, 0),
+        (rows[1], "pointwise", 2 * y, y, 0),  # the gradient where the result is positive
+        (rows[1], "column", y, 2 * 128, 0),
+    ]
+
+
+def test_pointwise_operations_in_a_row_are_one_kernel():
+    class Gate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+            self.out = nn.Linear(64, 8, bias=False)
+
+        def forward(self, x):
+            return self.out(x + torch.sigmoid(self.a(x)) * self.b(x).square())
+
+    forward = [kernel for kernel in found(Gate(), torch.randn(B, 64)) if kernel[0] == "forward"]
+    assert forward == [("forward", "pointwise", 3 * 2 * B * 64, 2 * B * 64, 0)]
+
+
+class Normed(nn.Module):
+    """A residual and a norm between two GEMMs."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.inner, self.norm, self.out = (
+            nn.Linear(width, width, bias=False),
+            nn.LayerNorm(width),
+            nn.Linear(width, 8, bias=False),
+        )
+
+    def forward(self, x):
+        return self.out(self.norm(x + self.inner(x)))
+
+
+def test_a_norm_takes_the_residual_in():
+    forward, *backward = found(Normed(256), torch.randn(B, 256))
+    x, vector, statistic = 2 * B * 256, 2 * 256, 4 * B
+    assert forward[:3] == ("forward", "row", 2 * x + 2 * vector)
+    # The result; the mean and the deviation for the backward; and the sum itself, unless the backward adds anew.
+    assert forward[3] in (x + 2 * statistic, 2 * x + 2 * statistic)
+    assert sorted(kernel[1] for kernel in backward) == ["column", "row"]
+
+
+def test_a_large_norm_sums_its_parameters_gradients_in_the_same_kernel():
+    kinds = [kernel[1] for kernel in found(Normed(2048), torch.randn(B, 2048)) if kernel[0] == "backward"]
+    assert kinds == ["both"]
+
+
+def test_a_transposition_is_read_or_written_across_memory():
+    class Mixer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16, bias=False), nn.Linear(32, 8, bias=False)
+
+        def forward(self, x):  # (B, 16, 32)
+            return self.second(torch.relu(self.first(x.transpose(1, 2))).transpose(1, 2))
+
+    x = torch.randn(B, 16, 32)
+    spec = capture(Mixer(), (x,))
+    size = 2 * B * 16 * 32
+    forward = [kernel for kernel in spec.fused if kernel.phase == "forward"]
+    across = sum(kernel.unordered_bytes.at(B) * kernel.count for kernel in forward)
+    assert across == 2 * size  # into the first layer's order, and back behind the activation
+
+
+def test_look_ups_scale_with_the_ids_and_not_with_the_table():
+    class Looked(nn.Module):
+        def __init__(self, rows):
+            super().__init__()
+            self.table, self.out = nn.Embedding(rows, 64), nn.Linear(64, 8, bias=False)
+
+        def forward(self, ids):
+            return self.out(self.table(ids) * 2)
+
+    few, many = (found(Looked(rows), torch.randint(0, 100, (B,))) for rows in (100, 100_000))
+    assert few == many
+    assert [kernel[1] for kernel in few] == ["gather", "scatter"]
+    assert few[0] == ("forward", "gather", B * (8 + 128), B * 128, 0)
+
+
+def test_a_model_that_cannot_be_traced_keeps_its_sites_and_says_why():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.inner(x)[x[:, 0] > 0].sum()
+
+    spec = capture(Counts(), (torch.randn(16, 8),))
+    assert [site.name for site in spec.sites] == ["inner"]
+    assert spec.fused == () and "nonzero" in spec.untraced
+    assert ModelSpec.from_dict(spec.to_dict()) == spec
+
+
+def test_another_batch_needs_no_other_capture():
+    model = Normed(256)
+    small, large = (capture(model, (torch.randn(batch, 256),)) for batch in (1024, 4096))
+    assert [dataclasses.astuple(k) for k in small.fused] == [dataclasses.astuple(k) for k in large.fused]
+
+
+def test_a_specification_without_kernels_still_loads():
+    document = capture(Normed(32), (torch.randn(64, 32),)).to_dict()
+    old = {key: value for key, value in document.items() if key not in ("fused", "untraced")} | {"schema_version": 1}
+    assert ModelSpec.from_dict(old).fused == ()
+    assert all(isinstance(kernel, Fused) for kernel in ModelSpec.from_dict(document).fused)
+
+
+@pytest.mark.parametrize("reference", REFERENCE, ids=lambda row: f"{row['model']}, torch {row['torch'][:4]}")
+def test_kernels_and_bytes_are_torch_compiles(reference):
+    name, batch = reference["model"], reference["batch"]
+    spec = capture(build(name), example_inputs(name, batch))
+    own = [kernel for kernel in spec.fused if kernel.kind != "scatter"]
+    theirs = reference["but_gradients_of_tables"]
+    moved = sum(kernel.count * (kernel.read_bytes.at(batch) + kernel.written_bytes.at(batch)) for kernel in own)
+    if not name.startswith("dlrm"):  # of which torch.compile does not count the pairs that it looks up, and pads the products
+        assert moved == pytest.approx(theirs["bytes"], rel=0.10)
+    # A reduction across memory is two launches there: of parts, and of their sums.
+    launches = sum(kernel.count * (2 if kernel.kind == "column" else 1) for kernel in own)
+    assert launches == pytest.approx(theirs["kernels"], rel=0.15)
