@@ -84,6 +84,16 @@ def test_unmeasured_ranks_take_as_long_for_as_many_bytes_and_say_so(measured):
             assert measured.basis(frame).tolist() == ["extrapolated"]
 
 
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_eight_ranks_against_nccls_published_bandwidth(measured, op):
+    """370 GB/s of the bus on eight H100 or H200 of a host, rings (github.com/NVIDIA/nccl-tests, issue 212); inside the interval."""
+    size = 2.0**32
+    on_the_bus = size * (2 if op == "all_reduce" else 1) * 7 / 8
+    time, low, high = one(measured, op, 8, size)
+    assert on_the_bus / time / 1e3 == pytest.approx(370, rel=0.15)
+    assert low <= on_the_bus / 370e3 <= high
+
+
 def test_four_ranks_from_two_alone_lie_in_the_interval_that_their_difference_makes(measured):
     """The interval of unmeasured ranks is made from the step between measured ones: it must hold that step."""
     rows = measured.table
