@@ -86,7 +86,7 @@ def test_unmeasured_ranks_take_as_long_for_as_many_bytes_and_say_so(measured):
 
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
 def test_eight_ranks_against_nccls_published_bandwidth(measured, op):
-    """370 GB/s of the bus on eight H100 or H200 of a host, rings (github.com/NVIDIA/nccl-tests, issue 212); inside the interval."""
+    """370 GB/s of the bus on eight H100 of a host with rings (github.com/NVIDIA/nccl-tests, issue 212), in the interval."""
     size = 2.0**32
     on_the_bus = size * (2 if op == "all_reduce" else 1) * 7 / 8
     time, low, high = one(measured, op, 8, size)
