@@ -1,9 +1,10 @@
 """How true the emulation of a kernel is: equal to the last bit, close with a bound, or not known.
 
 Measured on an H200 (torch 2.11, CUDA 13.0, triton 3.6) by `python -m hil.exactness`, which draws shapes, distributions and
-scales anew each time; `data/h200/exactness.json` has its rows. Equal there covers fast and split accumulation, e4m3 x e4m3,
-e4m3 x e5m2 and e5m2 x e4m3, FP32 and bf16 results; NaN, infinities and scales that are zero, negative, subnormal, huge or not
-finite are compared by `tests/gpu/test_accumulate.py`.
+scales anew each time; `data/h200/exactness.json` has its rows, `exactness_libraries.json` those of a later run, with our own
+and FBGEMM's kernels. Equal there covers fast and split accumulation, e4m3 x e4m3, e4m3 x e5m2 and e5m2 x e4m3, FP32 and bf16
+results; NaN, infinities and scales that are zero, negative, subnormal, huge or not finite are compared by
+`tests/gpu/test_accumulate.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ class Fidelity:
 
     Attributes:
         level: `exact`: every output compared was equal to the last bit, given K's parts where the note says who names them.
-            `close`: equal once the parts are known that cuBLAS splits K into; without them within `bound`. `unknown`: not
-            compared.
+            `close`: within `bound`; the note says what is not equal, mostly for want of the parts that cuBLAS splits K into.
+            `unknown`: not compared.
         bound: Relative Frobenius distance to what is emulated without knowing the parts, above all that was seen; now and then
             cuBLAS leaves the last of K out (`numerics.tensor_core.split_parts`), which is not in it. None for unknown.
         note: In words.
@@ -33,7 +34,7 @@ class Fidelity:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """Where cuBLAS may split K: beyond so many elements, while there are fewer outputs; and what that costs a blind emulation."""
+    """Where a kernel may sum otherwise, as cuBLAS splits K: beyond so much of K, while there are fewer outputs; at what cost."""
 
     longest_whole: int | None = None
     most_outputs: int = 0
@@ -54,6 +55,12 @@ _KERNELS: dict[str, _Kernel] = {
         ("loka/fp8_tensorwise_fast", "loka/fp8_tensorwise_split", "loka/fp8_rowwise_fast", "loka/fp8_rowwise_split"),
         _Kernel(note="given K's parts, which follow from the shape alone: perfmodel.gemm_plan"),
     ),
+    # Of any shape: no longest K is whole.
+    **dict.fromkeys(
+        ("fbgemm/fp8_rowwise_fast", "fbgemm/fp8_rowwise_split"),
+        _Kernel(0, 2**62, 1e-3, "equal but for the last bit of 1 in 167,648 outputs"),
+    ),
+    "fbgemm/fp8_block128": _Kernel(),
     "torch/bf16": _Kernel(2560, 2**21, 1e-3, f"{_PARTS}; as bf16_matmul"),
     "torch/bf16_batched": _Kernel(note="as bf16_matmul"),
 }
