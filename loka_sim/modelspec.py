@@ -123,6 +123,7 @@ class Site:
         bias: A bias is added to the result.
         norm: Norm that follows directly: layernorm, rmsnorm, batchnorm, blocknorm; None if none does.
         activation: Activation that follows (after the norm, if any): relu, silu, hardswish, gelu, sigmoid, tanh, ...; or None.
+        reads_tables: An operand is made from rows of embedding tables: it must wait for them. True where that is not known.
     """
 
     name: str
@@ -132,6 +133,7 @@ class Site:
     bias: bool = False
     norm: str | None = None
     activation: str | None = None
+    reads_tables: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """The site as a file holds it."""
@@ -142,6 +144,7 @@ class Site:
             "bias": self.bias,
             "norm": self.norm,
             "activation": self.activation,
+            **({} if self.reads_tables else {"reads_tables": False}),
             "passes": {key: gemm.to_dict() for key, gemm in self.passes.items()},
         }
 
@@ -152,7 +155,7 @@ class Site:
         m, n and k stand for a linear layer's three passes, by the layer's own weight unless the document says otherwise.
         """
         name, op = document["name"], document.get("op", "linear")
-        rest = {key: document[key] for key in ("weight", "bias", "norm", "activation") if key in document}
+        rest = {key: document[key] for key in ("weight", "bias", "norm", "activation", "reads_tables") if key in document}
         if "passes" in document:
             passes = {key: Gemm.from_dict(document["passes"][key]) for key in PASSES if key in document["passes"]}
         else:

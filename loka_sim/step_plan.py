@@ -1,9 +1,9 @@
 """One training step as operations on streams: the model's kernels in their order, and what is exchanged around them.
 
-Compute runs the forward site by site, then the backward in reverse. The forward waits for the embeddings' all-to-all: which
-sites could run before is not in a model specification, so none does. Dense gradients are reduced unit by unit while the
-backward goes on; with FSDP the next unit's parameters are gathered while one computes. The embeddings' gradients leave when
-the backward is through.
+Compute runs the forward site by site, then the backward in reverse. The first site that reads tables waits for the
+embeddings' all-to-all, and so does all behind it; the embeddings' gradients leave when the last such site's backward is
+through. Dense gradients are reduced unit by unit while the backward goes on; with FSDP the next unit's parameters are
+gathered while one computes.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Piece:
         time: Microseconds with the 90% interval.
         site: Name of the site that it belongs to: its unit's parameters must be there, and its gradients come of it. Pieces
             without one are spread evenly over their phase.
+        reads_tables: Its site needs the embeddings, and its backward makes their gradients.
         alike: Pieces that name the same are off by the same share.
         details: What a trace shows of it.
     """
@@ -55,6 +56,7 @@ class Piece:
     site: str | None = None
     alike: str | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
+    reads_tables: bool = True
 
 
 Launched = Callable[["SiteDecision", str], Sequence[Row]]
@@ -89,7 +91,7 @@ def site_pieces(sites: Sequence[SiteDecision], times: Mapping[Row, Time], launch
         details = {"kernel": row.kernel, "m": row.m, "n": row.n, "k": row.k, "groups": row.groups}
         kind = KERNELS[row.kernel].kind
         shown = f"{site.site.name} {what}" if kind in ("gemm", "batched_gemm") else f"{site.site.name} {what}: {row.kernel}"
-        return Piece(phase, shown, kind, times[row], site.site.name, str(tuple(row)), details)
+        return Piece(phase, shown, kind, times[row], site.site.name, str(tuple(row)), details, site.site.reads_tables)
 
     def run(site: SiteDecision, phase: str) -> list[Piece]:
         beside = [row for row in site.around.rows if around and row.kernel.endswith("_forward")]
@@ -126,26 +128,33 @@ def plan(pieces: Sequence[Piece], exchanged: Communication | None = None) -> lis
     units = exchanged.units if exchanged else ()
     unit_of = {site: number for number, unit in enumerate(units) for site in unit.sites}
     writer.compute(by_phase[LOOKUP])
-    if exchanged and exchanged.exchange:
-        writer.collective("embeddings", exchanged.exchange, wait_compute=True)
-        writer.hold("embeddings")
-    forward = _runs(by_phase[FORWARD], unit_of)
-    _gathered(writer, forward, units, "forward")
+    exchange = exchanged.exchange if exchanged else None
+    if exchange:
+        writer.collective("embeddings", exchange, wait_compute=True)
+        writer.before(_first(by_phase[FORWARD]), "embeddings")
+    _gathered(writer, _runs(by_phase[FORWARD], unit_of), units, "forward")
     writer.compute(by_phase[LOSS])
     backward = _runs(by_phase[BACKWARD], unit_of)
     last = {number: position for position, (number, _) in enumerate(backward)}
+    if exchange:
+        writer.behind(_first(by_phase[BACKWARD][::-1]), "gradients of embeddings", exchange)
     _gathered(writer, backward, units, "backward", last)
-    if exchanged and exchanged.exchange:
-        writer.collective("gradients of embeddings", exchanged.exchange, wait_compute=True)
     for number, unit in enumerate(units):
         if number not in last:
             writer.reduce(number, unit)
-    if exchanged and exchanged.exchange:
+    if exchange:
+        if not writer.has("gradients of embeddings"):
+            writer.collective("gradients of embeddings", exchange, wait_compute=True)
         writer.hold("gradients of embeddings")
     writer.compute(by_phase[TABLE_UPDATE])
     writer.hold(*writer.reduced)
     writer.compute(by_phase[OPTIMIZER])
     return writer.ops
+
+
+def _first(pieces: Sequence[Piece]) -> Piece | None:
+    """The first piece whose site reads tables."""
+    return next((piece for piece in pieces if piece.site is not None and piece.reads_tables), None)
 
 
 def _spread(pieces: Sequence[Piece]) -> list[Piece]:
@@ -211,6 +220,19 @@ class _Writer:
         self._names: Counter[str] = Counter()
         self._held: list[str] = []
         self._last_compute: str | None = None
+        self._before: tuple[Piece, str] | None = None
+        self._behind: tuple[Piece, str, Collective] | None = None
+
+    def before(self, piece: Piece | None, name: str) -> None:
+        """Let a piece on the compute stream wait for an operation; the next one where there is none such."""
+        if piece is None:
+            self.hold(name)
+        else:
+            self._before = (piece, name)
+
+    def behind(self, piece: Piece | None, name: str, what: Collective) -> None:
+        """List a collective when a piece is listed; not at all where there is none such."""
+        self._behind = None if piece is None else (piece, name, what)
 
     def has(self, name: str) -> bool:
         """Whether an operation of that name is listed."""
@@ -223,10 +245,14 @@ class _Writer:
     def compute(self, pieces: Iterable[Piece]) -> None:
         """List kernels."""
         for piece in pieces:
+            if self._before and piece is self._before[0]:
+                self.hold(self._before[1])
             after, self._held = tuple(dict.fromkeys(self._held)), []
             details = {"phase": piece.phase, **piece.details}
             kind = piece.phase if piece.phase in (TABLE_UPDATE, OPTIMIZER) else piece.kind
             self._last_compute = self._add(Op(piece.name, COMPUTE, *piece.time, after, kind, piece.alike, details))
+            if self._behind and piece is self._behind[0]:
+                self.collective(*self._behind[1:], wait_compute=True)
 
     def collective(self, name: str, what: Collective, *, wait_compute: bool = False, after: Sequence[str] = ()) -> str:
         """List a collective, behind all that the compute stream has so far where it must be."""

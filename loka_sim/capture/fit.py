@@ -55,6 +55,7 @@ def fit_sites(batches: Sequence[int], runs: Sequence[Sequence[RawSite]]) -> tupl
     """
     sites, unaccounted = [], []
     by_name = [{site.name: site for site in run} for run in runs]
+    any_reads = any(site.reads_tables for site in runs[0])
     for name, first in by_name[0].items():
         same = [run.get(name) for run in by_name]
         flops = sum(gemm.flops for gemm in first.passes.values())
@@ -71,7 +72,8 @@ def fit_sites(batches: Sequence[int], runs: Sequence[Sequence[RawSite]]) -> tupl
         if reason:
             unaccounted.append(f"{name}: {reason} ({said(flops, batches[0])})")
         else:
-            sites.append(Site(name, first.op, passes, first.weight, first.bias, first.norm, first.activation))
+            reads = first.reads_tables or not any_reads
+            sites.append(Site(name, first.op, passes, first.weight, first.bias, first.norm, first.activation, reads))
     for batch, run in zip(batches[1:], by_name[1:], strict=True):
         extra = [name for name in run if name not in by_name[0]]
         unaccounted += [f"{name}: computed at batch {batch}, not at batch {batches[0]}" for name in extra]

@@ -34,6 +34,7 @@ def is_product(name: str) -> bool:
 BETWEEN = (__file__, "torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/_ops.py", "torch/utils/_python_dispatch.py")
 OWN_NODES = ("MmBackward0", "AddmmBackward0", "BmmBackward0", "BaddbmmBackward0")
 COPIES = (aten._to_copy, aten.clone)
+LOOK_UPS = (aten.embedding, aten._embedding_bag, aten._embedding_bag_forward_only)
 
 
 @dataclass
@@ -77,6 +78,7 @@ class RawSite:
     ambiguous: set[str] = field(default_factory=set)
     recompute: bool = False
     recomputed: bool = False
+    reads_tables: bool = False
 
 
 @dataclass
@@ -143,6 +145,7 @@ class Recorder(TorchDispatchMode):
         self._repeated = -1
         self._alive: list[Any] = []  # a storage that is freed would give its identity to another
         self._pending: list[tuple[RawSite, torch.Tensor]] = []
+        self._looked_up: set[int] = set()  # storages of what is made from rows of tables
 
     @property
     def module(self) -> str:
@@ -156,7 +159,9 @@ class Recorder(TorchDispatchMode):
         self.last_op = str(func)
         if isinstance(func, torch._ops.HigherOrderOperator):
             self.unaccounted[f"{self.module}: {func}"] += 0
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self._follow(None, args, kwargs, result)
+            return result
         args, kwargs = self._placed(func, args, kwargs)
         packet = func._overloadpacket
         if packet not in flop_registry and func is not torch.ops.prim.device.default:  # which cannot be asked
@@ -165,8 +170,21 @@ class Recorder(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         result = func(*args, **kwargs)
+        self._follow(packet, args, kwargs, result)
         self._record(packet, args, kwargs, result)
         return result
+
+    def _follow(self, packet: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note what a forward makes from rows of tables, and from what is made from them."""
+        if torch._C._current_autograd_node() is not None:
+            return
+        read, made = (
+            [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
+            for tree in ((args, kwargs), result)
+        )
+        if packet in LOOK_UPS or any(storage(leaf) in self._looked_up for leaf in read):
+            self._alive += made
+            self._looked_up.update(map(storage, made))
 
     def _placed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Arguments on the capture's device: what the model makes on another one (a constant, a mask) follows."""
@@ -194,11 +212,9 @@ class Recorder(TorchDispatchMode):
                 self.names.setdefault(storage(result), self.names[storage(args[0])])
         elif packet in (aten.add, aten.add_):
             self._bias(args[0], args[1])
-        elif packet is aten.embedding:
-            self._table(args[0], args[1], "none")
-        elif packet in (aten._embedding_bag, aten._embedding_bag_forward_only):
+        elif packet in LOOK_UPS:
             mode = args[4] if len(args) > 4 else kwargs.get("mode", 0)
-            self._table(args[0], args[1], ("sum", "mean", "max")[mode])
+            self._table(args[0], args[1], "none" if packet is aten.embedding else ("sum", "mean", "max")[mode])
         elif packet._qualified_op_name.split("::")[0] not in ("aten", "prim", "prims", "profiler"):
             self._other(packet._qualified_op_name, 0)
         elif is_product(name):
@@ -265,9 +281,11 @@ class Recorder(TorchDispatchMode):
         if original:
             site.name = f"{original.name}#recompute"
             site.recompute = original.recomputed = True
+            site.reads_tables = original.reads_tables
             original.left |= site.left
             original.right |= site.right
         else:
+            site.reads_tables = again or bool({storage(left), storage(right)} & self._looked_up)
             self._counts[self.module] += 1
             site.name = self.module if self._counts[self.module] == 1 else f"{self.module}#{self._counts[self.module]}"
         self.sites.append(site)

@@ -64,15 +64,31 @@ def test_one_gpu_runs_its_phases_in_order():
 
 
 def test_replicated_by_hand():
-    """rows 0-3, exchange 3-10, a 10-20, b 20-40, loss 40-41, b' 41-81, a' 81-101; b reduced 81-111, then a 111-121
-    and the gradients of embeddings exchanged 121-128; their update 128-132, the optimizer 132-137.
+    """rows 0-3, exchange 3-10, a 10-20, b 20-40, loss 40-41, b' 41-81, a' 81-101; b reduced 81-111, then the gradients
+    of embeddings exchanged 111-118 and a reduced 118-128; the tables' update 118-122, the optimizer 128-133.
     """
     units = [Unit(("a",), 1, None, (collective("all_reduce", 10),)), Unit(("b",), 1, None, (collective("all_reduce", 30),))]
     found = times(schedule(plan(STEP, exchanged(units, collective("all_to_all", 7)))))
     assert found["embeddings"] == (3, 10) and found["a out"] == (10, 20)
     assert found["gradients 1"] == (81, 111) and found["a grad"] == (81, 101)
-    assert found["gradients 0"] == (111, 121) and found["gradients of embeddings"] == (121, 128)
-    assert found["rows' update"] == (128, 132) and found["adam"] == (132, 137)
+    assert found["gradients of embeddings"] == (111, 118) and found["gradients 0"] == (118, 128)
+    assert found["rows' update"] == (118, 122) and found["adam"] == (128, 133)
+
+
+def test_what_reads_no_table_runs_beside_the_exchanges():
+    """a reads none: it runs 3-13 while embeddings travel 3-10 (b after it), and its backward while their gradients do."""
+    alone = [dataclasses.replace(one, reads_tables=one.site != "a") for one in STEP]
+    found = times(schedule(plan(alone, exchanged([], collective("all_to_all", 7)))))
+    assert found["a out"] == (3, 13) and found["embeddings"] == (3, 10) and found["b out"] == (13, 33)
+    assert found["b grad"] == (34, 74) and found["gradients of embeddings"] == (74, 81) and found["a grad"] == (74, 94)
+    assert found["rows' update"] == (94, 98)
+    # A longer exchange is waited for by b alone.
+    found = times(schedule(plan(alone, exchanged([], collective("all_to_all", 70)))))
+    assert found["a out"] == (3, 13) and found["b out"] == (73, 93)
+    # Where nothing is known to read tables, all wait.
+    none = [dataclasses.replace(one, reads_tables=False) for one in STEP]
+    found = times(schedule(plan(none, exchanged([], collective("all_to_all", 7)))))
+    assert found["a out"] == (10, 20) and found["gradients of embeddings"] == (101, 108)
 
 
 def test_sharded_by_hand():
