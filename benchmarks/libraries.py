@@ -1,9 +1,13 @@
-"""What more kernel libraries are worth: the zoo's predicted dense steps when Dispatch chooses among torch, our own and FBGEMM's.
+"""What more kernel libraries are worth: the zoo's steps when Dispatch chooses among torch's, our own and FBGEMM's kernels.
 
     python benchmarks/libraries.py [--models wukong ...] [--batches 2048 ...] [--calibration DIR]
 
-Times are predictions of the shipped time model (or a calibration's): a library that it does not know adds nothing, and the
-what-if's screen says so. Speedups are over bf16 of the same model, with their 90% intervals.
+Dense steps are predictions of the shipped time model (or a calibration's): a library that it does not know adds nothing, and
+the what-if's screen says so. Speedups are over bf16 of the same model, with their 90% intervals.
+
+Beside them, measured: every GEMM, quantization and transposition that the decision launches, as timed on an H200 in the sweep
+`zoo`, added up over the sites whose launches all were (under every choice), against the same sites in bf16. The shipped
+models are never fitted to that sweep.
 """
 
 from __future__ import annotations
@@ -12,7 +16,14 @@ import argparse
 import sys
 from collections import Counter
 
+import pandas
+
 import loka_sim
+from loka_sim.dispatch.candidates import launches
+from loka_sim.dispatch.cost import Times
+from loka_sim.dispatch.decide import flat
+from loka_sim.validation.regret import measured_times
+from perfmodel.data_folder import data_folder
 from perfmodel.kernels import KERNELS
 
 CHOICES = ("torch", "torch,loka", "torch,loka,fbgemm")
@@ -28,6 +39,18 @@ def kernels(answer: loka_sim.WhatIf) -> str:
     return f"GEMMs {parts[0]}; operands {parts[1]}" if gemms else "bf16 everywhere"
 
 
+def as_measured(answers: list[loka_sim.WhatIf], measured: Times) -> tuple[list[float], float, int]:
+    """Microseconds of each answer's launches and of bf16's, over the sites where all of them were timed; how many those are."""
+    totals, bf16, sites = [0.0] * len(answers), 0.0, 0
+    for alike in zip(*(answer.sites for answer in answers), strict=True):
+        rows = [[row for decided in site.passes.values() for row in decided.rows] for site in alike]
+        plain = flat(launches(alike[0].shape, alike[0].shape.bf16()))
+        if all(row in measured.of for some in (*rows, plain) for row in some):
+            totals = [total + measured.sum(some) for total, some in zip(totals, rows, strict=True)]
+            bf16, sites = bf16 + measured.sum(plain), sites + 1
+    return totals, bf16, sites
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -35,14 +58,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batches", nargs="+", type=int, default=[2048])
     parser.add_argument("--calibration")
     options = parser.parse_args(arguments)
-    print(f"{'model':14s}{'batch':>7s}  {'libraries':20s}{'step us':>10s}  {'against bf16':22s}FP8 launches")
+    timings = pandas.concat(pandas.read_parquet(data_folder() / "h200" / f"{family}.parquet") for family in ("gemm", "memory"))
+    measured = measured_times(timings[timings["sweep"] == "zoo"])
+    print(f"{'':51s}{'dense step, predicted':34s}{'GEMMs and quantization, measured':>34s}")
+    print(f"{'model':14s}{'batch':>7s}  {'libraries':18s}{'us':>10s}  {'against bf16':22s}{'us':>10s}{'bf16':>8s}{'sites':>12s}")
     for model in options.models:
         for batch in options.batches:
-            for libraries in CHOICES:
-                answer = loka_sim.whatif(model, batch=batch, libraries=libraries, calibration=options.calibration)
+            answers = {
+                libraries: loka_sim.whatif(model, batch=batch, libraries=libraries, calibration=options.calibration)
+                for libraries in CHOICES
+            }
+            costs, bf16, sites = as_measured(list(answers.values()), measured)
+            for (libraries, answer), us in zip(answers.items(), costs, strict=True):
                 step, speedup = answer.decision.total, answer.decision.speedup
                 ratio = f"{speedup.us:.3f}x [{speedup.low_us:.2f}, {speedup.high_us:.2f}]"
-                print(f"{model:14s}{batch:7d}  {libraries:20s}{step.us:10,.0f}  {ratio:22s}{kernels(answer)}", flush=True)
+                counted = f"{sites} of {len(answer.sites)}"
+                beside = f"{us:10,.0f}{bf16 / us:7.3f}x{counted:>12s}" if sites else f"{'not measured':>30s}"
+                print(
+                    f"{model:14s}{batch:7d}  {libraries:18s}{step.us:10,.0f}  {ratio:22s}{beside}  {kernels(answer)}", flush=True
+                )
     return 0
 
 
