@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import multiprocessing
 import os
 import shlex
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ import pandas as pd
 from hil.kernels.availability import absences, availability, available_kernels
 from hil.kernels.base import Runner, Shape
 from hil.lock import GpuLock
+from hil.measure import Rows, Work, Workers, attempt, progress
 from hil.shapes import SWEEPS as GEMM_AND_MEMORY_SWEEPS
 from hil.shapes import gemm_shapes
 from perfmodel.kernels import KERNELS
@@ -64,6 +63,8 @@ FAMILIES = {
     "linear": ("linear",),
 }
 SAVE_SECONDS = 60.0
+# Kernels of one shape that a worker compiles, and then measures in turn: more at once, and the last worker works alone.
+AT_ONCE = 4
 
 
 def linear_shapes(count: int, seed: int) -> list[Shape]:
@@ -113,151 +114,12 @@ def legal_runners(shape: Shape, kinds: Sequence[str], patterns: Sequence[str] = 
     return [r for r in runners if "blocknorm" not in r.name or shape.k % min(256, shape.k) == 0]
 
 
-def measure_shape(
-    shape: Shape,
-    runners: Sequence[Runner],
-    pool: Any,
-    lock: AbstractContextManager[Any] | None = None,
-    deadline: float = math.inf,
-) -> list[dict[str, Any]]:
-    """Time every runner on one shape, interleaved, and check each result.
-
-    Args:
-        shape: The shape.
-        runners: Kernels that may run it.
-        pool: A `hil.timing.BufferPool` large enough for its operands.
-        lock: Held while the GPU works for long, so that parallel workers compile but never measure or check at once.
-        deadline: Of `time.time()`; kernels that were not compiled by then, but for the first, are left out.
-
-    Raises:
-        ValueError: a kernel's result is wrong (its error exceeds the runner's limit).
-    """
-    import torch
-
-    from hil.timing import capture, eager_call_us, launches_for, time_interleaved
-
-    bound: list[tuple[Runner, Callable[[int], object]]] = []
-    for runner in runners:
-        if bound and time.time() > deadline:
-            break
-        launch = runner.bind(shape, pool)
-        launch(0)  # compiles: that needs no lock
-        bound.append((runner, launch))
-    with lock or nullcontext():
-        launchers = []
-        for runner, launch in bound:
-            error = runner.error(shape, pool, launch(0))
-            if not error <= runner.limit:
-                raise ValueError(
-                    f"{runner.name} on {shape} is wrong: relative error {error:.3g} against FP64, limit {runner.limit}"
-                )
-            launchers.append((runner, launch, error))
-        graphs, kept = [], []
-        for runner, launch, _ in launchers:
-            launches = launches_for(runner.moved_bytes(shape))
-            graph, results = capture(launch, launches)
-            graphs.append((graph, launches))
-            kept.append(results)
-        timings = time_interleaved(graphs)
-        clock, power, temperature = torch.cuda.clock_rate(), torch.cuda.power_draw() / 1e3, torch.cuda.temperature()
-        del graphs, kept
-        calls = [eager_call_us(launch, timing.quantile(0.5)) for (_, launch, _), timing in zip(launchers, timings, strict=True)]
-    rows = []
-    for (runner, _, error), timing, call in zip(launchers, timings, calls, strict=True):
-        rows.append(
-            {
-                "kernel": runner.name, "m": shape.m, "n": shape.n, "k": shape.k, "groups": shape.groups,
-                "p10_us": timing.quantile(0.1), "p50_us": timing.quantile(0.5), "p90_us": timing.quantile(0.9),
-                "least_us": min(timing.samples_us), "most_us": max(timing.samples_us), "outliers": timing.outliers,
-                "eager_us": call, "samples": len(timing.samples_us), "launches": timing.launches, "error": error,
-                "sm_mhz": clock, "power_w": power, "temperature_c": temperature,
-            }
-        )  # fmt: skip
-    return rows
-
-
-@contextmanager
-def locked_autotune(lock: AbstractContextManager[Any]) -> Iterator[None]:
-    """Hold the lock while torch.compile benchmarks its candidate kernels, so that its choice is not made on a busy GPU."""
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-
-    original = CachingAutotuner.benchmark_all_configs
-
-    def benchmark(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return original(self, *args, **kwargs)
-
-    CachingAutotuner.benchmark_all_configs = benchmark  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        CachingAutotuner.benchmark_all_configs = original  # type: ignore[method-assign]
-
-
-Work = Sequence[tuple[Shape, Sequence[str]]]
-"""Shapes, and the names of the kernels to measure on each."""
-
-
-def _worker(index: int, work: Work, lock: Any, queue: Any, deadline: float) -> None:
-    import torch
-
-    from hil.timing import BufferPool
-
-    torch.set_num_threads(1)
-    torch._inductor.config.compile_threads = 1
-    torch._dynamo.config.recompile_limit = 256
-    pool = BufferPool(elements=2**29, seed=index)
-    with locked_autotune(lock):
-        for shape, names in work:
-            if time.time() > deadline:
-                break
-            torch._dynamo.reset()
-            queue.put((index, _attempt(shape, names, pool, lock, deadline)))
-            torch.cuda.empty_cache()
-    queue.put((index, None))
-
-
-def _attempt(shape: Shape, names: Sequence[str], pool: Any, lock: Any = None, deadline: float = math.inf) -> list[dict[str, Any]]:
-    """Rows of one shape; a kernel that fails is named on stderr and left out, and the rest are measured."""
-    from hil.kernels import RUNNERS
-
-    rows: list[dict[str, Any]] = []
-    runners = [RUNNERS[name] for name in names]
-    # Whatever a library raises (an assertion, a missing symbol) concerns its own kernels alone.
-    try:
-        return measure_shape(shape, runners, pool, lock, deadline)
-    except Exception as error:
-        print(f"{shape}: {_line(error)}; measuring its kernels one by one", file=sys.stderr)
-    for runner in runners:
-        if time.time() > deadline:
-            break
-        try:
-            rows += measure_shape(shape, [runner], pool, lock)
-        except Exception as error:
-            print(f"left out: {runner.name} on {shape}: {_line(error)}", file=sys.stderr)
-    return rows
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-
-def _progress(done: int, total: int, started: float, rows: int) -> None:
-    elapsed = time.time() - started
-    print(
-        f"\r{done}/{total} shapes, {rows} rows, {elapsed:.0f} s",
-        end="" if sys.stderr.isatty() else "\n",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
 def collect(
     work: Work,
     family: str,
     deadline: float,
-    workers: int,
-    on_rows: Callable[[list[dict[str, Any]]], None],
+    workers: Workers | None,
+    on_rows: Callable[[Rows], None],
     lock: AbstractContextManager[Any] | None = None,
 ) -> None:
     """Measure the shapes, handing over each shape's rows as they come, until done or out of time.
@@ -266,52 +128,31 @@ def collect(
         work: What to measure, in order.
         family: Of `FAMILIES`.
         deadline: Of `time.time()`.
-        workers: Processes that compile in parallel.
+        workers: Who measures; None for this process alone.
         on_rows: Called with each shape's rows.
         lock: Held by whoever measures; other processes may share it (`hil.lock.GpuLock`).
     """
-    started, rows = time.time(), 0
-    workers = min(workers, len(work))
-    if workers <= 1:
-        import torch
-
-        from hil.timing import BufferPool
-
-        pool = BufferPool()
-        for done, (shape, names) in enumerate(work, 1):
-            if time.time() > deadline:
-                print(f"out of time after {done - 1} of {len(work)} shapes; run again to go on", file=sys.stderr)
-                break
-            if family != "gemm":
-                torch._dynamo.reset()
-            fresh = _attempt(shape, names, pool, lock, deadline)
-            rows += len(fresh)
-            on_rows(fresh)
-            if done % 50 == 0 or done == len(work):
-                torch.cuda.empty_cache()
-                _progress(done, len(work), started, rows)
+    if workers is not None:
+        workers.run(work, deadline, on_rows)
         return
-    context = multiprocessing.get_context("spawn")
-    lock, queue = lock or context.Lock(), context.Queue()
-    processes = [
-        context.Process(target=_worker, args=(i, work[i::workers], lock, queue, deadline), daemon=True) for i in range(workers)
-    ]
-    for process in processes:
-        process.start()
-    alive, done = set(range(workers)), 0
-    while alive:
-        try:
-            index, fresh = queue.get(timeout=20)
-        except Exception:
-            alive -= {i for i in alive if not processes[i].is_alive()}
-            continue
-        if fresh is None:
-            alive.discard(index)
-            continue
-        done, rows = done + 1, rows + len(fresh)
+    import torch
+
+    from hil.timing import BufferPool
+
+    started, rows = time.time(), 0
+    pool = BufferPool()
+    for done, (shape, names) in enumerate(work, 1):
+        if time.time() > deadline:
+            print(f"out of time after {done - 1} of {len(work)} shapes; run again to go on", file=sys.stderr)
+            break
+        if family != "gemm":
+            torch._dynamo.reset()
+        fresh = attempt(shape, names, pool, lock, deadline)
+        rows += len(fresh)
         on_rows(fresh)
-        if done % 20 == 0:
-            _progress(done, len(work), started, rows)
+        if done % 50 == 0 or done == len(work):
+            torch.cuda.empty_cache()
+            progress(done, len(work), started, rows)
 
 
 def _replace(path: Path, write: Callable[[str], object]) -> None:
@@ -373,21 +214,25 @@ class Timings:
         self._saved = time.monotonic()
 
 
-def read_shapes(path: Path) -> dict[Shape, tuple[str, ...]]:
+Items = Sequence[tuple[Shape, tuple[str, ...]]]
+"""Shapes, and patterns of the kernels that are wanted on each."""
+
+
+def read_shapes(path: Path) -> list[tuple[Shape, tuple[str, ...]]]:
     """Shapes of a CSV with columns m, n, k and optionally groups and kernels: patterns of those wanted, spaces between."""
     frame = pd.read_csv(path)
     groups = frame["groups"] if "groups" in frame else [1] * len(frame)
     patterns = frame["kernels"] if "kernels" in frame else ["*"] * len(frame)
     columns = zip(frame["m"], frame["n"], frame["k"], groups, patterns, strict=True)
-    return {Shape(int(m), int(n), int(k), int(g)): tuple(str(some).split()) for m, n, k, g, some in columns}
+    return [(Shape(int(m), int(n), int(k), int(g)), tuple(str(some).split())) for m, n, k, g, some in columns]
 
 
-def _drawn(options: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[Shape, tuple[str, ...]]:
+def _drawn(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Items:
     if options.shapes:
         return read_shapes(options.shapes)
     if (options.family, options.sweep) in SWEEPS:
         draw, count = SWEEPS[options.family, options.sweep]
-        return dict.fromkeys(draw(options.count or count, options.seed), ("*",))
+        return [(shape, ("*",)) for shape in draw(options.count or count, options.seed)]
     known = ", ".join(sweep for family, sweep in SWEEPS if family == options.family)
     parser.error(f"--sweep {options.sweep} is none of {known}; name one, or give --shapes")
 
@@ -415,6 +260,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="stop in time and keep what is measured")
     parser.add_argument("--until", type=float, help="the same as a Unix time, instead of --minutes")
     parser.add_argument("--workers", type=int, default=1, help="processes that compile in parallel (they measure one at a time)")
+    parser.add_argument(
+        "--requests", type=Path, metavar="DIR", help="measure what others ask for in this folder, one after another"
+    )
     parser.add_argument("--lock", type=Path, help="file that whoever uses this GPU for long locks (see hil.lock)")
     options = parser.parse_args(arguments)
     deadline = options.until if options.until is not None else time.time() + 60 * options.minutes
@@ -423,46 +271,78 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = matching(kinds, options.kernels)
     if not names:
         parser.error(f"--kernels {' '.join(options.kernels)} fits none of: {', '.join(matching(kinds))}")
-    shapes = _drawn(options, parser)
+    items = [] if options.requests else _drawn(options, parser)
 
     import torch
 
     if not torch.cuda.is_available():
         print("no CUDA GPU here: run this on a Hopper machine", file=sys.stderr)
         return 3
-    from hil.fingerprint import fingerprint
-
     for line in absences(names):
         print(line, file=sys.stderr)
-    available = available_kernels(names)
-    if not available:
+    if not available_kernels(names):
         return 3
+    lock = GpuLock(options.lock) if options.lock else None
+    command = _command(arguments if arguments is not None else sys.argv[1:])
+    with Workers(options.workers, lock) if options.workers > 1 else nullcontext() as workers:
+        if options.requests:
+            for path, request in requests(options.requests, options.family):
+                fresh = _sweep(options, command, request["sweep"], request["items"], request["until"], workers, lock)
+                _replace(path.with_suffix(".done"), lambda name, fresh=fresh: Path(name).write_text(json.dumps(fresh)))  # type: ignore[misc]
+            return 0
+        return 0 if _sweep(options, command, options.sweep, items, deadline, workers, lock) else 1
+
+
+def requests(folder: Path, family: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """What others ask for, as `FAMILY-0.json`, `FAMILY-1.json`, ...: sweep, until (Unix time) and items, until they are gone.
+
+    An item is m, n, k, groups, and a list of patterns of kernels.
+    """
+    parent, number = os.getppid(), 0
+    while os.getppid() == parent:
+        path = folder / f"{family}-{number}.json"
+        if not path.exists():
+            time.sleep(0.05)
+            continue
+        request = json.loads(path.read_text())
+        items = [(Shape(m, n, k, groups), tuple(patterns)) for m, n, k, groups, patterns in request["items"]]
+        yield path, {**request, "items": items}
+        number += 1
+
+
+def _sweep(
+    options: argparse.Namespace, command: str, sweep: str, items: Items, deadline: float, workers: Workers | None, lock: Any
+) -> int:
+    """Measure what the file does not hold yet of a sweep, and save it; how many rows there are more."""
+    from hil.fingerprint import fingerprint
+
+    kinds = FAMILIES[options.family]
     timings = Timings(options.out, options.family)
-    measured = timings.measured(options.sweep)
+    measured = timings.measured(sweep)
     work: list[tuple[Shape, list[str]]] = []
-    for shape, patterns in shapes.items():
+    for shape, patterns in items:
         legal = [runner.name for runner in legal_runners(shape, kinds, options.kernels) if _fits(runner.name, patterns)]
         wanted = [name for name in legal if (name, shape.m, shape.n, shape.k, shape.groups) not in measured]
-        if wanted:
-            work.append((shape, wanted))
+        size = AT_ONCE if workers else len(wanted) or 1
+        work += [(shape, wanted[first : first + size]) for first in range(0, len(wanted), size)]
+    available = available_kernels(matching(kinds, options.kernels))
     run = {
-        "sweep": options.sweep,
-        "command": _command(arguments if arguments is not None else sys.argv[1:]),
+        "sweep": sweep,
+        "command": command,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **fingerprint(),
         "libraries": {KERNELS[name].library: version for name in available if (version := availability(KERNELS[name]).version)},
     }
     try:
-        lock = GpuLock(options.lock) if options.lock else None
-        collect(work, options.family, deadline, options.workers, lambda rows: timings.add(rows, run), lock)
+        collect(work, options.family, deadline, workers, lambda rows: timings.add(rows, run), lock)
     except KeyboardInterrupt:
         print("interrupted; what was measured is kept", file=sys.stderr)
     if not timings.fresh:
         print("nothing new was measured", file=sys.stderr)
-        return 1
+        return 0
     timings.save(run)
-    print(f"{timings.path.name}: {timings.fresh} new rows, {len(timings.rows)} in all")
-    return 0
+    print(f"{timings.path.name}: {timings.fresh} new rows, {len(timings.rows)} in all", flush=True)
+    return timings.fresh
 
 
 if __name__ == "__main__":

@@ -85,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from hil.collect import locked_autotune
     from hil.lock import GpuLock
+    from hil.measure import locked_autotune
     from loka_sim.validation.runnable import runnable
 
     torch._dynamo.config.recompile_limit = 512

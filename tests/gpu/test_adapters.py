@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from hil.collect import COLUMNS, measure_shape
+from hil.collect import COLUMNS
 from hil.kernels import fbgemm, torch_grouped
 from hil.kernels.availability import availability
 from hil.kernels.base import E4M3, Shape, product_error
@@ -14,6 +14,7 @@ from hil.kernels.fbgemm import FBGEMM_RUNNERS
 from hil.kernels.torch_grouped import GROUPED_RUNNERS
 from hil.kernels.torchao_linear import TORCHAO_RUNNERS
 from hil.kernels.transformer_engine import TE_RUNNERS
+from hil.measure import measure_shape
 from hil.timing import BufferPool
 from perfmodel.kernels import KERNELS
 

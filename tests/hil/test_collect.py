@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hil import collect as room
+from hil import measure as measuring
 from hil.collect import COLUMNS, SWEEPS, Timings, legal_runners, main, matching, read_shapes
 from hil.kernels import availability as kernels_room
 from hil.kernels.base import Shape
@@ -49,11 +50,11 @@ def test_absent_kernels_are_left_out(monkeypatch):
 def test_shapes_from_a_file(tmp_path):
     path = tmp_path / "shapes.csv"
     path.write_text("m,n,k,groups\n1,2,3,4\n5,6,7,1\n")
-    assert read_shapes(path) == {Shape(1, 2, 3, 4): ("*",), Shape(5, 6, 7): ("*",)}
+    assert read_shapes(path) == [(Shape(1, 2, 3, 4), ("*",)), (Shape(5, 6, 7), ("*",))]
     path.write_text("m,n,k\n1,2,3\n")
-    assert read_shapes(path) == {Shape(1, 2, 3): ("*",)}
+    assert read_shapes(path) == [(Shape(1, 2, 3), ("*",))]
     path.write_text("m,n,k,kernels\n1,2,3,torch/bf16 loka/*\n")
-    assert read_shapes(path) == {Shape(1, 2, 3): ("torch/bf16", "loka/*")}
+    assert read_shapes(path) == [(Shape(1, 2, 3), ("torch/bf16", "loka/*"))]
 
 
 def test_layers_to_draw_are_legal_in_fp8():
@@ -97,7 +98,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr("hil.fingerprint.fingerprint", lambda: {"gpu": "made up"})
     monkeypatch.setattr("hil.timing.BufferPool", lambda: None)
-    monkeypatch.setattr(room, "measure_shape", measure)
+    monkeypatch.setattr(measuring, "measure_shape", measure)
     return SimpleNamespace(asked=asked, broken=broken)
 
 
@@ -272,11 +273,66 @@ def test_kernels_not_compiled_by_the_deadline_are_left_out(monkeypatch):
 
         return SimpleNamespace(name=name, bind=bind, error=lambda *_: 0.0, limit=0.1, moved_bytes=lambda shape: 1)
 
-    monkeypatch.setattr(room.time, "time", lambda: clock.now)
+    monkeypatch.setattr(measuring.time, "time", lambda: clock.now)
     monkeypatch.setattr(timing, "capture", lambda launch, launches: (None, []))
     monkeypatch.setattr(timing, "time_interleaved", lambda graphs: [Timing((1.0, 2.0), 1)] * len(graphs))
     monkeypatch.setattr(timing, "eager_call_us", lambda *_: 1.0)
     for name in ("clock_rate", "power_draw", "temperature"):
         monkeypatch.setattr(torch.cuda, name, lambda: 1)
-    rows = room.measure_shape(Shape(1, 1, 1), [runner(name) for name in "abcd"], None, nullcontext(), deadline=15.0)
+    rows = measuring.measure_shape(Shape(1, 1, 1), [runner(name) for name in "abcd"], None, nullcontext(), deadline=15.0)
     assert bound == ["a", "b"] and [row["kernel"] for row in rows] == ["a", "b"]
+
+
+def test_what_is_asked_for_in_a_folder_is_measured_until_who_asked_is_gone(gpu, folder, monkeypatch):
+    asked = folder / "asked"
+    asked.mkdir()
+    shape = [256, 128, 128, 1]
+    for number, (sweep, kernels) in enumerate([("model", ["torch/bf16"]), ("fresh", ["torch/fp8_rowwise_*"])]):
+        request = {"sweep": sweep, "until": time.time() + 60, "items": [[*shape, kernels]]}
+        (asked / f"gemm-{number}.json").write_text(json.dumps(request))
+    parents = iter([1] * 4 + [2])
+    monkeypatch.setattr(room.os, "getppid", lambda: next(parents))
+    assert main(["gemm", "--out", str(folder), "--requests", str(asked), "--kernels", "torch/*"]) == 0
+    assert [(asked / f"gemm-{number}.done").read_text() for number in (0, 1)] == ["1", "2"]
+    rows = pd.read_parquet(folder / "gemm.parquet")
+    assert sorted(zip(rows["sweep"], rows["kernel"], strict=True)) == [
+        ("fresh", "torch/fp8_rowwise_fast"), ("fresh", "torch/fp8_rowwise_split"), ("model", "torch/bf16"),
+    ]  # fmt: skip
+    assert [run["sweep"] for run in json.loads((folder / "gemm.json").read_text())["runs"]] == ["model", "fresh"]
+
+
+def test_several_sweeps_go_through_the_same_workers(monkeypatch):
+    """Workers of threads: tasks in order, a late one is not begun, one that is lost is not waited for."""
+    import queue
+    import threading
+
+    class Process(threading.Thread):
+        def __init__(self, target, args, daemon):
+            super().__init__(target=target, args=args, daemon=daemon)
+
+        def terminate(self):
+            pass
+
+    done, dies = [], set()
+
+    def serve(index, lock, tasks, results):
+        while (task := tasks.get()) is not None:
+            key, shape, names, deadline = task
+            if shape in dies:
+                return
+            done.append((shape, names))
+            results.put((key, [{"kernel": name} for name in names] if time.time() <= deadline else []))
+
+    context = SimpleNamespace(Queue=queue.Queue, Lock=threading.Lock, Process=Process)
+    monkeypatch.setattr(measuring.multiprocessing, "get_context", lambda kind: context)
+    monkeypatch.setattr(measuring, "_serve", serve)
+    rows = []
+    work = [(Shape(number, 1, 1), ["a", "b"]) for number in range(1, 6)]
+    with measuring.Workers(2) as workers:
+        workers.run(work, time.time() + 60, rows.extend)
+        assert len(rows) == 10 and [shape.m for shape, _ in done] == [1, 2, 3, 4, 5]
+        workers.run(work, time.time() - 1, rows.extend)
+        assert len(rows) == 10
+        dies.add(Shape(2, 1, 1))
+        workers.run(work, time.time() + 60, rows.extend)
+        assert len(rows) == 18

@@ -1,0 +1,217 @@
+"""Timing the kernels of one shape on the GPU, and of many shapes in processes that compile in parallel."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import queue
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from hil.kernels.base import Runner, Shape
+
+Work = Sequence[tuple[Shape, Sequence[str]]]
+"""Shapes, and the names of the kernels to measure on each."""
+
+Rows = list[dict[str, Any]]
+# Seconds past the deadline after which a worker that is still busy is not waited for.
+PATIENCE_S = 15.0
+
+
+def measure_shape(
+    shape: Shape,
+    runners: Sequence[Runner],
+    pool: Any,
+    lock: AbstractContextManager[Any] | None = None,
+    deadline: float = math.inf,
+) -> list[dict[str, Any]]:
+    """Time every runner on one shape, interleaved, and check each result.
+
+    Args:
+        shape: The shape.
+        runners: Kernels that may run it.
+        pool: A `hil.timing.BufferPool` large enough for its operands.
+        lock: Held while the GPU works for long, so that parallel workers compile but never measure or check at once.
+        deadline: Of `time.time()`; kernels that were not compiled by then, but for the first, are left out.
+
+    Raises:
+        ValueError: a kernel's result is wrong (its error exceeds the runner's limit).
+    """
+    import torch
+
+    from hil.timing import capture, eager_call_us, launches_for, time_interleaved
+
+    bound: list[tuple[Runner, Callable[[int], object]]] = []
+    for runner in runners:
+        if bound and time.time() > deadline:
+            break
+        launch = runner.bind(shape, pool)
+        launch(0)  # compiles: that needs no lock
+        bound.append((runner, launch))
+    with lock or nullcontext():
+        launchers = []
+        for runner, launch in bound:
+            error = runner.error(shape, pool, launch(0))
+            if not error <= runner.limit:
+                raise ValueError(
+                    f"{runner.name} on {shape} is wrong: relative error {error:.3g} against FP64, limit {runner.limit}"
+                )
+            launchers.append((runner, launch, error))
+        graphs, kept = [], []
+        for runner, launch, _ in launchers:
+            launches = launches_for(runner.moved_bytes(shape))
+            graph, results = capture(launch, launches)
+            graphs.append((graph, launches))
+            kept.append(results)
+        timings = time_interleaved(graphs)
+        clock, power, temperature = torch.cuda.clock_rate(), torch.cuda.power_draw() / 1e3, torch.cuda.temperature()
+        del graphs, kept
+        calls = [eager_call_us(launch, timing.quantile(0.5)) for (_, launch, _), timing in zip(launchers, timings, strict=True)]
+    rows = []
+    for (runner, _, error), timing, call in zip(launchers, timings, calls, strict=True):
+        rows.append(
+            {
+                "kernel": runner.name, "m": shape.m, "n": shape.n, "k": shape.k, "groups": shape.groups,
+                "p10_us": timing.quantile(0.1), "p50_us": timing.quantile(0.5), "p90_us": timing.quantile(0.9),
+                "least_us": min(timing.samples_us), "most_us": max(timing.samples_us), "outliers": timing.outliers,
+                "eager_us": call, "samples": len(timing.samples_us), "launches": timing.launches, "error": error,
+                "sm_mhz": clock, "power_w": power, "temperature_c": temperature,
+            }
+        )  # fmt: skip
+    return rows
+
+
+@contextmanager
+def locked_autotune(lock: AbstractContextManager[Any]) -> Iterator[None]:
+    """Hold the lock while torch.compile benchmarks its candidate kernels, so that its choice is not made on a busy GPU."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    original = CachingAutotuner.benchmark_all_configs
+
+    def benchmark(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return original(self, *args, **kwargs)
+
+    CachingAutotuner.benchmark_all_configs = benchmark  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CachingAutotuner.benchmark_all_configs = original  # type: ignore[method-assign]
+
+
+def attempt(shape: Shape, names: Sequence[str], pool: Any, lock: Any = None, deadline: float = math.inf) -> list[dict[str, Any]]:
+    """Rows of one shape; a kernel that fails is named on stderr and left out, and the rest are measured."""
+    from hil.kernels import RUNNERS
+
+    rows: list[dict[str, Any]] = []
+    runners = [RUNNERS[name] for name in names]
+    # Whatever a library raises (an assertion, a missing symbol) concerns its own kernels alone.
+    try:
+        return measure_shape(shape, runners, pool, lock, deadline)
+    except Exception as error:
+        print(f"{shape}: {_line(error)}; measuring its kernels one by one", file=sys.stderr)
+    for runner in runners:
+        if time.time() > deadline:
+            break
+        try:
+            rows += measure_shape(shape, [runner], pool, lock)
+        except Exception as error:
+            print(f"left out: {runner.name} on {shape}: {_line(error)}", file=sys.stderr)
+    return rows
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def progress(done: int, total: int, started: float, rows: int) -> None:
+    """A line on stderr, or the same line again on a terminal."""
+    elapsed = time.time() - started
+    print(
+        f"\r{done}/{total} shapes, {rows} rows, {elapsed:.0f} s",
+        end="" if sys.stderr.isatty() else "\n",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _serve(index: int, lock: Any, tasks: Any, results: Any) -> None:
+    """A worker: measures the tasks that it finds, whosever they are."""
+    import torch
+
+    from hil.timing import BufferPool
+
+    torch.set_num_threads(1)
+    torch._inductor.config.compile_threads = 1
+    torch._dynamo.config.recompile_limit = 256
+    # The first compilation takes many times as long as the next: while there is nothing else to do.
+    torch.compile(lambda x: (x + 1).sum())(torch.zeros(512, device="cuda"))
+    pool, elements = None, 0
+    with locked_autotune(lock):
+        while (task := tasks.get()) is not None:
+            key, shape, names, deadline = task
+            rows: Rows = []
+            if time.time() <= deadline:
+                # An operand takes half of the pool at most.
+                needed = max(2**29, 2 * shape.m * shape.k)
+                if needed > elements:
+                    pool = None
+                    pool, elements = BufferPool(elements=needed, seed=index), needed
+                torch._dynamo.reset()
+                rows = attempt(shape, names, pool, lock, deadline)
+                torch.cuda.empty_cache()
+            results.put((key, rows))
+
+
+class Workers:
+    """Processes that compile kernels in parallel and measure one at a time, for as many sweeps as they are given.
+
+    Args:
+        number: How many.
+        lock: Held by whoever measures; one among themselves where there is none to share.
+    """
+
+    def __init__(self, number: int, lock: AbstractContextManager[Any] | None = None) -> None:
+        """Starts them."""
+        context = multiprocessing.get_context("spawn")
+        self._tasks, self._results, self._sweep = context.Queue(), context.Queue(), 0
+        given = (lock or context.Lock(), self._tasks, self._results)
+        self._processes = [context.Process(target=_serve, args=(index, *given), daemon=True) for index in range(number)]
+        for process in self._processes:
+            process.start()
+
+    def __enter__(self) -> Workers:
+        """Themselves."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends them."""
+        for process in self._processes:
+            process.terminate()
+
+    def run(self, work: Work, deadline: float, on_rows: Callable[[Rows], None]) -> None:
+        """Measure the shapes in their order, handing over each one's rows as they come, until done or out of time."""
+        started, rows, done = time.time(), 0, 0
+        self._sweep += 1
+        for number, (shape, names) in enumerate(work):
+            self._tasks.put(((self._sweep, number), shape, list(names), deadline))
+        waiting, alive = len(work), sum(process.is_alive() for process in self._processes)
+        while waiting > 0:
+            try:
+                (sweep, _), fresh = self._results.get(timeout=1.0)
+            except queue.Empty:
+                # What a dead worker was at is lost.
+                now = sum(process.is_alive() for process in self._processes)
+                waiting, alive = waiting - (alive - now), now
+                if not alive or time.time() > deadline + PATIENCE_S:
+                    break
+                continue
+            if sweep != self._sweep:
+                continue
+            done, waiting, rows = done + 1, waiting - 1, rows + len(fresh)
+            on_rows(fresh)
+            if done % 20 == 0:
+                progress(done, len(work), started, rows)
