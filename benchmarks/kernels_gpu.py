@@ -120,7 +120,8 @@ def gemms(pool: BufferPool, quick: bool) -> list[dict[str, Any]]:
         # Beside the better of what is there: bf16 and the same recipe in torch.
         gains = [min(times[0], times[1 + i]) / times[5 + i] for i in range(4)]
         rows.append({
-            "shape": size, "plan": str(plan_of(*size)), **dict(zip(names, times, strict=True)), "gain": gains, "correct": correct
+            "shape": size, "plan": str(plan_of(*size)), "plan_split": str(plan_of(*size, fast=False)),
+            **dict(zip(names, times, strict=True)), "gain": gains, "correct": correct
         })  # fmt: skip
         print(f"{' x '.join(map(str, size)):22s}{times[0]:7.1f} |" + "".join(f"{t:7.1f}" for t in times[1:5]) + " |" +
               "".join(f"{t:7.1f}" for t in times[5:]) + " |     " + "".join(f"{g:5.2f}x" for g in gains), flush=True)  # fmt: skip

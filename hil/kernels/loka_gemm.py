@@ -38,7 +38,7 @@ def fp8_gemm(
 
     (m, k), n = a.shape, b.shape[0]
     rowwise = _check(a, b, scale_a, scale_b)
-    plan = plan or plan_of(m, n, k)
+    plan = plan or plan_of(m, n, k, fast)
     pieces = parts_of(k, plan.parts)
     out = torch.empty((m, n), dtype=torch.bfloat16, device=a.device)
     split = len(pieces) > 1

@@ -133,10 +133,10 @@ def test_gemm_is_the_emulator(rowwise, fast):
         i, j = sampled(m), sampled(n)
         wanted = fp8_matmul(
             a.view(torch.uint8)[i], b.view(torch.uint8)[j], format_a="e4m3", format_b="e4m3",
-            accumulation="hopper_fast" if fast else "hopper_split", split_k=parts_of(k, plan_of(m, n, k).parts),
+            accumulation="hopper_fast" if fast else "hopper_split", split_k=parts_of(k, plan_of(m, n, k, fast).parts),
             scale_a=scale_a[i] if rowwise else scale_a, scale_b=scale_b[j] if rowwise else scale_b, out_dtype=torch.bfloat16,
         )  # fmt: skip
-        assert torch.equal(got[i][:, j], wanted), f"{(m, n, k)} {plan_of(m, n, k)}"
+        assert torch.equal(got[i][:, j], wanted), f"{(m, n, k)} {plan_of(m, n, k, fast)}"
 
 
 @pytest.mark.parametrize("runner", RUNNERS, ids=lambda runner: runner.name)

@@ -4,6 +4,7 @@ The interpreter must be chosen before triton is imported, so this file runs itse
 """
 
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -166,8 +167,9 @@ def test_parts_are_all_of_k_in_whole_steps(k, parts):
 
 def test_plans_spread_a_long_k_over_the_gpu():
     """Over half of its 132 multiprocessors, give or take whole steps."""
-    for m, n, k in [(64, 64, 65536), (128, 256, 16384), (16, 512, 8192), (512, 16, 32768)]:
-        plan = plan_of(m, n, k)
+    shapes = [(64, 64, 65536), (128, 256, 16384), (16, 512, 8192), (512, 16, 32768)]
+    for fast, (m, n, k) in itertools.product((True, False), shapes):
+        plan = plan_of(m, n, k, fast)
         high, wide = (n, m) if plan.swapped else (m, n)
         programs = -(-high // plan.rows) * -(-wide // plan.columns) * len(parts_of(k, plan.parts))
         assert programs >= 64, (m, n, k, plan)
