@@ -133,5 +133,5 @@ def _left_out(answer: WhatIf) -> Iterable[Statement]:
         if answer.settings.exchange.startswith("fp8"):
             yield "warning", "Embeddings and their gradients travel in FP8: what that costs in accuracy is not predicted."
         if not answer.communication.missing:
-            yield "note", ("On several GPUs tables are spread evenly, the forward waits for the embeddings, and the step ends "
-                           "with the last reduction. Compute and communication are taken not to slow each other.")  # fmt: skip
+            yield "note", ("On several GPUs tables are spread evenly, what reads them waits for the embeddings, and the step "
+                           "ends with the last reduction. Compute and communication do not slow each other.")  # fmt: skip

@@ -158,10 +158,19 @@ def _first(pieces: Sequence[Piece]) -> Piece | None:
 
 
 def _spread(pieces: Sequence[Piece]) -> list[Piece]:
-    """A phase's pieces with those of no site, whose places are not known, evenly among the others; all keep their order."""
+    """A phase's pieces with those of no site, whose places are not known, evenly among the others; all keep their order.
+
+    They are taken to read tables, and so stand among the pieces of sites that do, not before or behind them.
+    """
     placed = [piece for piece in pieces if piece.site is not None]
     loose = [piece for piece in pieces if piece.site is None]
-    keyed = [((i + 0.5) / len(some), piece) for some in (placed, loose) for i, piece in enumerate(some)]
+    readers = sum(piece.reads_tables for piece in placed)
+    keyed: list[tuple[float, Piece]] = []
+    seen = 0
+    for piece in placed:
+        keyed.append(((seen + 0.5 * piece.reads_tables) / max(readers, 1), piece))
+        seen += piece.reads_tables
+    keyed += [((i + 0.5) / len(loose), piece) for i, piece in enumerate(loose)]
     return [piece for _, piece in sorted(keyed, key=lambda entry: entry[0])]
 
 

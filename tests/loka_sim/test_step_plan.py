@@ -138,6 +138,9 @@ def test_kernels_of_no_site_are_spread_over_their_phase():
     sites = [piece(FORWARD, name, 10, name) for name in "abcd"]
     names = [op.name for op in plan([*loose, *sites])]
     assert names == ["a", "copy 0", "b", "c", "copy 1", "d"]
+    # What reads no table stays in front: the loose ones are taken to read them.
+    alone = [dataclasses.replace(one, reads_tables=one.site not in "ab") for one in sites]
+    assert [op.name for op in plan([*loose, *alone])] == ["a", "b", "c", "copy 0", "d", "copy 1"]
     # A unit's gradients still leave when its own site is through.
     units = [Unit(("b",), 1, None, (collective("all_reduce", 10),))]
     found = times(schedule(plan([*STEP[:4], *(piece(BACKWARD, f"copy {i}", 1) for i in range(4))], exchanged(units))))
