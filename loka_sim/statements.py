@@ -134,4 +134,4 @@ def _left_out(answer: WhatIf) -> Iterable[Statement]:
             yield "warning", "Embeddings and their gradients travel in FP8: what that costs in accuracy is not predicted."
         if not answer.communication.missing:
             yield "note", ("On several GPUs tables are spread evenly, what reads them waits for the embeddings, and the step "
-                           "ends with the last reduction. Compute and communication do not slow each other.")  # fmt: skip
+                           "ends with the last reduction. Collectives are taken not to slow what runs beside them.")  # fmt: skip
