@@ -131,7 +131,7 @@ class Decider:
         """The fastest admissible assignment of a site."""
         costs = self.costs(shape)
         return costs.best([
-            [not accurate_only or self._is_accurate(accuracies.get((name, kernel))) for kernel in kernels]
+            [not accurate_only or self._is_accurate(accuracies, name, kernel) for kernel in kernels]
             for name, kernels in zip(shape.names, costs.options, strict=True)
         ])  # fmt: skip
 
@@ -139,8 +139,8 @@ class Decider:
         """The kernels of the fastest admissible assignment of a site."""
         return self.costs(shape).kernels(self.best(shape, accuracies))
 
-    def _is_accurate(self, accuracy: Accuracy | None) -> bool:
-        return accuracy is None or accuracy.mere < self.policy.max_mere
+    def _is_accurate(self, accuracies: Accuracies, name: str, kernel: str) -> bool:
+        return not KERNELS[kernel].is_fp8 or accuracies[name, kernel].mere < self.policy.max_mere
 
     def decide(self, shape: SiteShape, accuracies: Accuracies) -> dict[str, PassDecision]:
         """Decide what each pass of a site runs.
@@ -155,7 +155,7 @@ class Decider:
         costs = self.costs(shape)
         place = self.best(shape, accuracies)
         decided, stays = costs.kernels(place), shape.bf16()
-        wrong = any(not self._is_accurate(accuracy) for accuracy in accuracies.values())
+        wrong = any(not self._is_accurate(accuracies, *entry) for entry in accuracies)
         reckless = costs.kernels(self.best(shape, accuracies, accurate_only=False)) if wrong else decided
         launched, makers = launches(shape, decided, self.toolbox), operand_makers(shape, decided, self.toolbox)
         added = costs.added(place)
@@ -167,12 +167,13 @@ class Decider:
                 status = FAST
             elif len(costs.options[axis]) == 1:
                 status = ILLEGAL
-            elif not self._is_accurate(accuracies.get((name, reckless[name]))):
+            elif not self._is_accurate(accuracies, name, reckless[name]):
                 status = UNSAFE
             else:
                 status = NOT_WORTH_IT
-            others = [c for c in candidates if c.total is not None and c.kernel != kernel and self._is_accurate(c.accuracy)]
-            runner_up = min(others, key=lambda c: (c.total, c.kernel), default=None)
+            others = [c for c in candidates if c.total is not None and c.kernel != kernel]
+            safe = [c for c in others if self._is_accurate(accuracies, name, c.kernel)]
+            runner_up = min(safe, key=lambda c: (c.total, c.kernel), default=None)
             explained = _Explained(costs, place, axis, status, candidates, runner_up)
             shared = shared_tensors(shape, decided, name, self.toolbox) if status == FAST else ()
             result[name] = PassDecision(
