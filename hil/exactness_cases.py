@@ -154,7 +154,7 @@ def _run_loka(draw: Draw, fast: bool) -> Tensor:
 def _loka(fast: bool, scales: str) -> Case:
     return Case(
         partial(_run_loka, fast=fast), partial(_emulate, accumulation="hopper_fast" if fast else "hopper_split", out_dtype=BF16),
-        multiples=(1, 1, 16), scales=scales, parts=lambda m, n, k: parts_of(k, plan_of(m, n, k).parts),
+        multiples=(1, 1, 16), scales=scales, parts=lambda m, n, k: parts_of(k, plan_of(m, n, k, fast).parts),
     )  # fmt: skip
 
 
