@@ -20,14 +20,15 @@ from numerics.gpu_kernels import Constants, report
 from numerics.gpu_pairs import raised, rows_of, scale_and_inverse, store_row, store_turned
 
 _HIGH_MAGNITUDE = tl.constexpr(0x7FFF0000)
-# Words that a program loads at once, 16 a thread; programs on a multiprocessor; warps; registers a thread, so that they fit.
-_BLOCK, _RESIDENT, _WARPS, _REGISTERS = 4096, 2, 8, 128
-# The same of tiles: rows and words.
-_TILE = (128, 64)
-# int64 of a place: the count, and one for each program.
-_ROOM = 512
+# Of a flat tensor: words that a program loads at once, 16 a thread; registers a thread, and programs on a multiprocessor, so that
+# they fit.
+_FLAT = (4096, 128, 2)
+# Of tiles: rows, words, warps, registers a thread, programs on a multiprocessor.
+_TILES = (128, 64, 8, 128, 2)
+ROOM = 544
+"""int64 of a place: the count, one for each program, and one more."""
 # Places that are kept ready for captured launches.
-_READY = 256
+_READY = 1024
 
 _by_stream: dict[tuple[torch.device, int], torch.Tensor] = {}
 _ready: dict[torch.device, list[torch.Tensor]] = {}
@@ -40,16 +41,16 @@ def place_of(device: torch.device) -> torch.Tensor | None:
     run beside anything: they are made outside of captures, where launches on that device left fewer than half of `_READY`.
     """
     if device.type != "cuda":
-        return torch.zeros(_ROOM, dtype=torch.int64, device=device)
+        return torch.zeros(ROOM, dtype=torch.int64, device=device)
     ready = _ready.setdefault(device, [])
     if torch.cuda.is_current_stream_capturing():
         return ready.pop() if ready else None
     stream = torch.cuda.current_stream(device)
     key = device, stream.cuda_stream
     if key not in _by_stream:
-        _by_stream[key] = torch.zeros(_ROOM, dtype=torch.int64, device=device)
+        _by_stream[key] = torch.zeros(ROOM, dtype=torch.int64, device=device)
     if len(ready) < _READY // 2:
-        ready += torch.zeros(_READY, _ROOM, dtype=torch.int64, device=device).unbind()
+        ready += torch.zeros(_READY, ROOM, dtype=torch.int64, device=device).unbind()
         stream.synchronize()  # A graph may run on any stream.
     return _by_stream[key]
 
@@ -73,8 +74,8 @@ def met(place, count, mine, PROGRAMS: tl.constexpr):
 
 @triton.jit
 def next_count(place):
-    """This launch's, in 31 bits."""
-    return (tl.load(place, volatile=True) + 1) & 0x7FFFFFFF
+    """This launch's, of 32 bits, which may come round."""
+    return ((tl.load(place, volatile=True) + 1) << 32) >> 32
 
 
 @triton.jit
@@ -193,14 +194,15 @@ def quantize(
     if place is None:
         return False
     words = x.numel() // 2
-    block = min(_BLOCK, max(triton.next_power_of_2(words), 128))
+    block, registers, each = _FLAT
+    block = min(block, max(triton.next_power_of_2(words), 128))
     blocks = triton.cdiv(words, block)
-    programs = min(blocks, _resident(x.device))
+    programs = min(blocks, resident(x.device, each))
     held = min(2, triton.cdiv(blocks, programs))
     flat_kernel[(programs,)](
         x.view(-1).view(torch.int32), codes.view(-1).view(torch.int16), scales, flag, place, words, blocks,
         HELD=held, MORE=blocks > held * programs, BLOCK=block, PROGRAMS=triton.next_power_of_2(programs), C=constants,
-        **_options(x, max(block // 512, 1)),
+        **options(x, max(block // 512, 1), registers),
     )  # fmt: skip
     return True
 
@@ -218,28 +220,32 @@ def quantize_turned(
     place = place_of(x.device)
     if place is None:
         return False
-    height, width = _TILE
+    height, width, warps, registers, each = _TILES
     quarter, words = x.shape[0] // 4, x.shape[1] // 2
     across = triton.cdiv(words, width)
     tiles = across * triton.cdiv(x.shape[0], height)
-    programs = min(tiles, _resident(x.device))
+    programs = min(tiles, resident(x.device, each))
     tiles_kernel[(programs,)](
         x.view(torch.int32), None if codes is None else codes.view(torch.int16), turned.view(torch.int32), scales,
         turned_scales, flag, place, quarter, words, across, tiles,
         MORE=tiles > programs, ROWS=height, WIDTH=width, PROGRAMS=triton.next_power_of_2(programs), C=constants,
-        **_options(x, _WARPS),
+        **options(x, warps, registers),
     )  # fmt: skip
     return True
 
 
-def _options(x: torch.Tensor, warps: int) -> dict[str, Any]:
-    own = {"maxnreg": _REGISTERS, "launch_cooperative_grid": True} if x.is_cuda else {}
+def options(x: torch.Tensor, warps: int, registers: int) -> dict[str, Any]:
+    """Of a launch whose programs meet."""
+    own = {"maxnreg": registers, "launch_cooperative_grid": True} if x.is_cuda else {}
     return {"num_warps": warps, "enable_fp_fusion": False, **own}
 
 
 @functools.cache
-def _resident(device: torch.device) -> int:
-    """Programs that run at once. The interpreter runs them one after the other: there it is one, that waits for itself."""
+def resident(device: torch.device, each: int) -> int:
+    """Programs that run at once, of which a multiprocessor holds `each`.
+
+    The interpreter runs them one after the other: there it is one, that waits for itself.
+    """
     if device.type != "cuda":
         return 1
-    return min(_RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count, _ROOM - 1)
+    return min(each * torch.cuda.get_device_properties(device).multi_processor_count, ROOM - 2)
