@@ -252,7 +252,7 @@ def whatif(
         for site, shape, (passes, anew), beside in zip(spec.sites, shapes, decided, arounds, strict=True)
     )
     costs = [SiteCost(*entry) for entry in zip(shapes, arounds, accuracies, strict=True)]
-    others = of_step(spec, hardware)
+    others = of_step(spec, timing.hardware)
     steps = _steps(spec, costs, sites, decider, torch, by_kind(others) if others else None)
     return WhatIf(settings, spec, _hardware(timing), known, sites, steps, exchanged, times, decider.toolbox, parallel, others)
 

@@ -8,7 +8,7 @@ unfused: torch.compile fuses a cast to FP8 into the kernel that makes its operan
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE, Piece
 
 if TYPE_CHECKING:
     from perfmodel.fused import FusedModel
+    from perfmodel.hardware import HardwareSpec
 
 # Bytes read and written per parameter, bf16 parameters and gradients, state in bf16 too; and of a row's state.
 OPTIMIZERS = {"adamw": (8, 6, 8), "sgd": (4, 2, 0), "sgd_momentum": (6, 4, 4), "adagrad": (6, 4, 4)}
@@ -132,20 +133,26 @@ def by_kind(found: Iterable[Other], phases: Sequence[str] = (FORWARD, BACKWARD))
     return {kind: Time(*total.tolist()) for kind, total in sums.items()}
 
 
-def of_step(spec: ModelSpec, hardware: str, optimizer: str = "adamw") -> tuple[Other, ...]:
+def of_step(spec: ModelSpec, hardware: HardwareSpec, optimizer: str = "adamw") -> tuple[Other, ...]:
     """Everything beside the sites' GEMMs in a training step of one GPU; nothing where the specification lists no kernels.
 
     Args:
         spec: The model, at the batch asked for.
-        hardware: Whose timings to use; without any of memory-bound kernels nothing is known either.
+        hardware: The GPU; without any timings of memory-bound kernels nothing is known either.
         optimizer: Of the dense parameters and of the tables' rows: a key of `OPTIMIZERS`.
     """
     from perfmodel import fused
+    from perfmodel import hardware as hardware_module
 
     if not spec.fused:
         return ()
+    # A GPU of the user's own has none measured: those of a shipped one of its kind, with its own ceilings.
+    shipped = {name: hardware_module.load(name) for name in hardware_module.available()}
+    name = next((n for n, known in shipped.items() if n == hardware.name or known.capability == hardware.capability), None)
+    if name is None:
+        return ()
     try:
-        model = fused.load(hardware)
+        model = replace(fused.load(name), hardware=hardware)
     except FileNotFoundError:
         return ()
     kernels = [
