@@ -48,7 +48,8 @@ def times(documents: Sequence[dict[str, Any]]) -> str:
     """Error and coverage per family, the model's shapes and fresh ones, before and after."""
     rows = []
     for document in documents:
-        summary = {(row["set"], row["family"]): row for row in document["time"]["summary"]}
+        measured = document["time"]["summary"] if document["time"] else []
+        summary = {(row["set"], row["family"]): row for row in measured}
         for which, label in (("model", "own"), ("fresh", "fresh")):
             cells = [f"{name_of(document)}, {label}"]
             for family in FAMILIES:
@@ -67,7 +68,7 @@ def decisions(documents: Sequence[dict[str, Any]]) -> str:
     """What each policy costs over the measured best."""
     rows = []
     for document in documents:
-        dispatch = document["dispatch"]
+        dispatch = document["dispatch"] or {"policies": [], "sites": 0, "of_sites": 0}
         by_name = {row["name"]: row for row in dispatch["policies"]}
         regrets = [percent(by_name[name]["against_best"]) if name in by_name else "–" for name in POLICIES]
         missed = [entry["name"] for entry in document["tolerances"] if entry["ok"] is False]

@@ -24,13 +24,13 @@ from loka_sim.validation import measuring, require_gpu
 if TYPE_CHECKING:
     import pandas
 
+    from hil.kernels.base import Shape
     from perfmodel.model import PerfModel
     from perfmodel.refinement import Refinement
 
 # Parts of the time that the sweeps and the collectives may take; fitting has the rest.
 SWEEPS, COLLECTIVES = 0.66, 0.12
 HARDWARE, FIT = "hardware.json", "fit"
-FAMILIES = ("gemm", "memory")
 # Rows of a kernel that a correction of a shipped model is made from: it learns little from more, and its time is their cube.
 MOST_ROWS_REFINED = 400
 
@@ -69,7 +69,8 @@ def collect(out: str | Path, *, minutes: float = 28.0, name: str | None = None, 
     timings.mkdir(parents=True, exist_ok=True)
     left_out = []
     share = SWEEPS if gpus > 1 else SWEEPS + COLLECTIVES
-    measuring.sweeps_drawn(timings, FAMILIES, 60 * minutes * share)
+    with measuring.Sweeps(timings) as sweeps:
+        sweeps.measure("lrm", drawn(), 60 * minutes * share - (time.monotonic() - started))
     if gpus > 1:
         measuring.collectives(timings, gpus, 60 * minutes * COLLECTIVES)
     else:
@@ -93,17 +94,26 @@ def collect(out: str | Path, *, minutes: float = 28.0, name: str | None = None, 
     }  # fmt: skip
 
 
+def drawn() -> dict[str, list[tuple[Shape, tuple[str, ...]]]]:
+    """The shapes of the whole sweeps, under every kernel that is here."""
+    from hil.shapes import SWEEPS as DRAWN
+
+    found: dict[str, list[tuple[Shape, tuple[str, ...]]]] = {}
+    for family in measuring.FAMILIES:
+        draw, count = DRAWN[family, "lrm"]
+        found[family] = [(shape, ("*",)) for shape in draw(count, 0)]
+    return found
+
+
 def unmeasured(rows: pandas.DataFrame) -> list[str]:
     """What of the whole sweeps is not there, in words."""
-    from hil.shapes import SWEEPS as DRAWN
     from loka_sim.validation.plan import FAMILIES as KINDS
     from perfmodel.kernels import KERNELS
 
     kinds = rows["kernel"].map(lambda kernel: KINDS[KERNELS[kernel].kind])
     found = []
-    for family in FAMILIES:
-        draw, count = DRAWN[family, "lrm"]
-        whole = len(draw(count, 0))
+    for family, items in drawn().items():
+        whole = len(items)
         number = len(rows.loc[kinds == family, ["m", "n", "k", "groups"]].drop_duplicates())
         if number < whole:
             found.append(f"{family}: {number:,} of {whole:,} shapes were measured; the same command goes on")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ def add(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, refine, print."""
+    # Read when torch is first imported: threads that wait for work leave the cores to those that compile.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from loka_sim.cli.output import Style, print_json
     from loka_sim.cli.screen_validate import validation_screen
     from loka_sim.validation import validate

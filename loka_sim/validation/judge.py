@@ -22,8 +22,8 @@ MOST_QUANTIZE_MAPE = 0.15
 # A transposition reduces nothing, and has no such choice: as the GEMMs.
 MOST_LAYOUT_MAPE = 0.10
 LEAST_COVERAGE = 0.80
-# Of fewer rows a true 90% would miss 80% by chance in more than one case of 25.
-LEAST_ROWS_COVERAGE = 20
+# Of fewer rows a true 90% would miss 80% by chance in more than one case of 25, and their mean is one or two launches' luck.
+LEAST_ROWS = 20
 # Whatever single launches repeat like, what a decision launches in a step must be known to this.
 MOST_DECIDED_GAP = 0.05
 MOST_REGRET = 0.01
@@ -104,8 +104,8 @@ def tolerances(
     for family, (label, limit) in LIMITS.items():
         some = [row for row in time["summary"] if row["family"] == family] if time else []
         count = sum(row["n"] for row in some)
-        value = sum(row["n"] * row["after"]["mape"] for row in some) / count if count else None
-        inside = sum(row["n"] * row["after"]["coverage"] for row in some) / count if count >= LEAST_ROWS_COVERAGE else None
+        value = sum(row["n"] * row["after"]["mape"] for row in some) / count if count >= LEAST_ROWS else None
+        inside = sum(row["n"] * row["after"]["coverage"] for row in some) / count if count >= LEAST_ROWS else None
         worst = [_named(row) for row in worst_rows(time["rows"], family)] if time else []
         result.append(_tolerance(f"{family}_mape", f"{label} time, mean error", value, limit, "share", True, worst))
         text = f"{label} times inside their 90% interval"

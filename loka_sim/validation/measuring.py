@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from loka_sim.errors import DataError
+from loka_sim.files import write_text_atomic
 
 if TYPE_CHECKING:
     import pandas
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Of 16 cores or more, what compiles kernels at the same time; measuring is one at a time whatever the number.
 MOST_WORKERS = 15
 # Cores that the workers leave to the process that feeds the GPU, and to what is compiled beside.
-OTHERS = 3
+OTHERS = 4
 # Threads of one process: more wait for each other where others compile on the same cores.
 MOST_THREADS = 4
 # What a process that is past its time may take to end by itself.
@@ -34,8 +34,9 @@ GRACE_S = 20.0
 # In the folder of the timings: held by whoever uses the GPU for long.
 LOCK = "gpu.lock"
 
-Wanted = Mapping["Shape", Sequence[str]]
-"""Shapes in the order of their worth, and the kernels to measure on each."""
+FAMILIES = ("gemm", "memory")
+Wanted = Sequence[tuple["Shape", Sequence[str]]]
+"""Shapes in the order of their worth, and the kernels to measure on each; a shape may be named more than once."""
 
 
 class Child:
@@ -123,45 +124,66 @@ def workers() -> int:
     return min(MOST_WORKERS, max(1, len(os.sched_getaffinity(0)) - OTHERS))
 
 
-def sweep(folder: Path, name: str, wanted: Mapping[str, Wanted], seconds: float) -> None:
-    """Measure shapes of the families 'gemm' and 'memory' side by side: one compiles while the other has the GPU.
+class Sweeps:
+    """GEMMs and memory-bound kernels, measured side by side: one compiles while the other has the GPU.
 
-    What the time does not suffice for is left out; what is in `folder` already is not measured again.
+    Their processes are started once, for all that is asked of them.
+
+    Args:
+        folder: Where the timings go; what is there already is not measured again.
+        kernels: Those that may be asked for; None for all that are here.
     """
-    jobs, files = {}, list[str]()
-    try:
-        for family, shapes in wanted.items():
-            kernels = sorted({kernel for some in shapes.values() for kernel in some})
-            if kernels:
-                files.append(_write(name, shapes))
-                jobs[family] = ["--shapes", files[-1], "--sweep", name, "--kernels", *kernels]
-        _side_by_side(folder, jobs, seconds)
-    finally:
-        for path in files:
-            os.unlink(path)
 
-
-def sweeps_drawn(folder: Path, families: Sequence[str], seconds: float) -> None:
-    """The same for the shapes that each family draws by default, under every kernel that is here."""
-    _side_by_side(folder, {family: [] for family in families}, seconds)
-
-
-def _side_by_side(folder: Path, jobs: Mapping[str, Sequence[str]], seconds: float) -> None:
-    """Run `hil.collect` for each family with its arguments, all at once."""
-    until = time.time() + seconds
-    folder.mkdir(parents=True, exist_ok=True)
-    children: list[Child] = []
-    try:
-        for family, more in jobs.items():
+    def __init__(self, folder: Path, kernels: Sequence[str] | None = None) -> None:
+        """Starts them: they import and warm up at once."""
+        self._asked, self._number = folder / "asked", 0
+        shutil.rmtree(self._asked, ignore_errors=True)
+        self._asked.mkdir(parents=True)
+        self._children = {}
+        for family in FAMILIES:
             some = workers() if family == "memory" else 1
-            arguments = [family, "--out", str(folder), "--until", f"{until:.2f}", "--workers", str(some)]
-            children.append(Child("hil.collect", [*arguments, "--lock", str(folder / LOCK), *more]))
-        for child in children:
-            # 1: nothing new was measured, because everything was already or the time was too short.
-            child.wait((0, 1), max(until - time.time(), 0) + GRACE_S)
-    finally:
-        for child in children:
+            arguments = [family, "--out", str(folder), "--requests", str(self._asked), "--workers", str(some)]
+            arguments += ["--lock", str(folder / LOCK), "--kernels", *(kernels or ["*"])]
+            self._children[family] = Child("hil.collect", arguments)
+
+    def __enter__(self) -> Sweeps:
+        """Themselves."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends them."""
+        for child in self._children.values():
             child.stop()
+        shutil.rmtree(self._asked, ignore_errors=True)
+
+    def measure(self, name: str, wanted: Mapping[str, Wanted], seconds: float) -> None:
+        """Measure shapes, by family, under their kernels, in the order given, as far as the time suffices.
+
+        Raises:
+            DataError: a measuring process failed.
+        """
+        until = time.time() + seconds
+        asked = []
+        for family, items in wanted.items():
+            if items:
+                listed = [[s.m, s.n, s.k, s.groups, list(kernels)] for s, kernels in items]
+                path = self._asked / f"{family}-{self._number}.json"
+                write_text_atomic(path, json.dumps({"sweep": name, "until": until, "items": listed}) + "\n")
+                asked.append((family, path.with_suffix(".done")))
+            else:
+                write_text_atomic(
+                    self._asked / f"{family}-{self._number}.json", json.dumps({"sweep": name, "until": 0, "items": []})
+                )
+        self._number += 1
+        for family, done in asked:
+            while not done.exists():
+                if not self._children[family].alive:
+                    self._children[family].wait(())
+                if time.time() > until + GRACE_S:
+                    raise DataError(
+                        f"measuring {family} kernels took {GRACE_S:.0f} s longer than it may; run the same command again"
+                    )
+                time.sleep(0.05)
 
 
 def collectives(folder: Path, gpus: int, seconds: float) -> None:
@@ -176,15 +198,6 @@ def collectives(folder: Path, gpus: int, seconds: float) -> None:
     run("hil.collectives", arguments, accept=(0, 1), launcher=launcher, seconds=seconds + 3 * GRACE_S)
     if not (folder / "collectives.parquet").is_file():
         raise DataError("no collective was measured; the last lines of python -m hil.collectives above say why")
-
-
-def _write(name: str, shapes: Wanted) -> str:
-    handle, path = tempfile.mkstemp(prefix=f"loka-sim-{name}-", suffix=".csv")
-    with os.fdopen(handle, "w", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(("m", "n", "k", "groups", "kernels"))
-        writer.writerows((s.m, s.n, s.k, s.groups, " ".join(some)) for s, some in shapes.items())
-    return path
 
 
 def timings(folder: Path) -> pandas.DataFrame:

@@ -45,22 +45,42 @@ class Work:
     """What to measure of a model.
 
     Attributes:
-        wanted: Per family, shapes in the order of their worth, with the kernels to measure on each.
+        wanted: Per family, shapes in the order of their worth, with the kernels to measure on each; what enters no decision
+            comes last, and may name a shape once more.
         worth_us: Per family and shape, microseconds a step that knowing its times exactly is expected to save.
     """
 
-    wanted: Mapping[str, Mapping[Shape, tuple[str, ...]]]
+    wanted: Mapping[str, Sequence[tuple[Shape, tuple[str, ...]]]]
     worth_us: Mapping[Key, float]
 
-    def progress(self, before: set[Key], after: set[Key]) -> dict[str, Any]:
-        """How far a stage came that found shapes measured `before` and left those `after`, in words, and whether to the end."""
-        keys = {(family, shape) for family, some in self.wanted.items() for shape in some}
-        new, done, whole = keys & after - before, len(keys & after), sum(self.worth_us.get(key, 0.0) for key in keys - before)
-        saved = sum(self.worth_us.get(key, 0.0) for key in new)
-        note = f"{len(new)} measured, {done} of {len(keys)} in all"
+    def rows(self) -> set[Row]:
+        """Every launch that there is a kernel here for."""
+        from hil.collect import FAMILIES as KINDS
+        from hil.collect import legal_runners
+
+        return {
+            Row(runner.name, shape.m, shape.n, shape.k, shape.groups)
+            for family, some in self.wanted.items()
+            for shape, kernels in some
+            for runner in legal_runners(shape, KINDS[family], kernels)
+        }
+
+    def progress(self, before: set[Row], after: set[Row]) -> dict[str, Any]:
+        """How far a stage came that found launches measured `before` and left those `after`, in words, and whether to the end."""
+        every = self.rows()
+        note = f"{len(every & after - before)} measured, {len(every & after)} of {len(every)} in all"
+        parts: dict[Key, list[Row]] = defaultdict(list)
+        for row in every:
+            parts[family_of(row), shape_of(row)].append(row)
+
+        def known(key: Key, rows: set[Row]) -> float:
+            return sum(row in rows for row in parts[key]) / max(len(parts[key]), 1)
+
+        whole = sum(worth * (1 - known(key, before)) for key, worth in self.worth_us.items())
+        saved = sum(worth * (known(key, after) - known(key, before)) for key, worth in self.worth_us.items())
         if whole > 0:
             note += f", worth {saved:.1f} of {whole:.1f} us a step"
-        return {"note": note, "complete": done == len(keys)}
+        return {"note": note, "complete": every <= after}
 
 
 def model_work(answer: WhatIf, known: Sequence[str]) -> Work:
@@ -84,19 +104,23 @@ def model_work(answer: WhatIf, known: Sequence[str]) -> Work:
     for row in answer.times.of:
         kernels[family_of(row), shape_of(row)].add(row.kernel)
     ordered = sorted(kernels, key=lambda key: (-worth.get(key, 0.0), -spent[key], key[1].m, key[1].n, key[1].k))
-    wanted: dict[str, dict[Shape, tuple[str, ...]]] = {"gemm": {}, "memory": {}}
+    first: dict[str, list[tuple[Shape, tuple[str, ...]]]] = {"gemm": [], "memory": []}
+    last: list[tuple[Shape, tuple[str, ...]]] = []
     for family, shape in ordered:
-        wanted[family][shape] = gemms if family == "gemm" else tuple(sorted(kernels[family, shape]))
-    return Work(wanted, worth)
+        if family == "gemm":
+            first[family].append((shape, gemms))
+            continue
+        around = sorted(name for name in kernels[family, shape] if KERNELS[name].kind == "pointwise")
+        choices = sorted(kernels[family, shape] - set(around))
+        first[family] += [(shape, tuple(choices))] if choices else []
+        last += [(shape, tuple(around))] if around else []
+    return Work({**first, "memory": [*first["memory"], *last]}, worth)
 
 
-def measured_shapes(rows: pandas.DataFrame) -> set[Key]:
-    """(family, shape) of the model's that rows of a sweep (kernel, m, n, k, groups, sweep) are of."""
+def measured_rows(rows: pandas.DataFrame) -> set[Row]:
+    """Launches of the model's that rows of a sweep (kernel, m, n, k, groups, sweep) are of."""
     some = rows[rows["sweep"] == "model"][["kernel", "m", "n", "k", "groups"]].drop_duplicates()
-    return {
-        (FAMILIES[KERNELS[kernel].kind], Shape(int(m), int(n), int(k), int(groups)))
-        for kernel, m, n, k, groups in some.itertuples(index=False)
-    }
+    return {Row(str(k), int(m), int(n), int(depth), int(groups)) for k, m, n, depth, groups in some.itertuples(index=False)}
 
 
 def value_of_shapes(answer: WhatIf) -> dict[Key, float]:
@@ -134,10 +158,17 @@ def _alternatives(answer: WhatIf, shape: SiteShape, chosen: dict[str, str]) -> l
     return [some for some in found if all(row in answer.times.of for row in some)]
 
 
-def fresh_work(seed: int, known: Sequence[str]) -> dict[str, dict[Shape, tuple[str, ...]]]:
-    """Random shapes as LRMs have them, under every known kernel, to judge by and never to refine on."""
-    drawn = {"gemm": gemm_shapes(FRESH_GEMMS, seed), "memory": memory_shapes(FRESH_OPERANDS, seed)}
-    return {
-        family: dict.fromkeys(shapes, tuple(sorted(name for name in known if FAMILIES[KERNELS[name].kind] == family)))
-        for family, shapes in drawn.items()
-    }
+def fresh_work(seed: int, known: Sequence[str]) -> dict[str, list[tuple[Shape, tuple[str, ...]]]]:
+    """Random shapes as LRMs have them, under every known kernel, to judge by and never to refine on.
+
+    Of memory-bound kernels, quantization and transposition of all shapes come first: they enter decisions.
+    """
+    rows = memory_shapes(FRESH_OPERANDS, seed)
+
+    def of(*kinds: str) -> tuple[str, ...]:
+        return tuple(sorted(name for name in known if KERNELS[name].kind in kinds))
+
+    choices, around = of("quantize", "layout"), of("pointwise")
+    ahead = max(1, FRESH_OPERANDS // 4)
+    operands = [(shape, choices) for shape in rows[:ahead]] + [(shape, choices + around) for shape in rows]
+    return {"gemm": [(shape, of("gemm", "batched_gemm")) for shape in gemm_shapes(FRESH_GEMMS, seed)], "memory": operands}

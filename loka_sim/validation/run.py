@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,6 @@ from loka_sim.validation.request import Request
 from perfmodel.kernels import KERNELS
 
 if TYPE_CHECKING:
-    from hil.kernels.base import Shape
     from loka_sim.validation.runnable import Runnable
     from loka_sim.validation.stepper import Stepper
     from loka_sim.validation.tensors import Observed
@@ -34,7 +34,7 @@ TITLES = {
     "times_first": "times of the model's shapes, first half", "times_second": "times of the model's shapes, second half",
     "times_fresh": "times of fresh shapes", "step": "the whole model's step",
 }  # fmt: skip
-LEAST_COMPARING_S = 3.0
+LEAST_COMPARING_S = 6.0
 # What the step's process may take beyond its deadline, as a part of the whole time.
 OVERTIME = 0.1
 
@@ -70,15 +70,17 @@ class Validation:
         observed = _Later(lambda: self._observe(model)) if model and not self._left("tensors") else None
         stepper = self._stepper() if model and not self._left("step") else None
         try:
-            sampled = self._stage("sampled", self._sampled)
-            tensors = self._stage("tensors", lambda s: self._tensors(observed, s)) if model else None
-            for half in ("first", "second"):
-                self._stage(f"times_{half}", lambda s, half=half: self._times(half, s))  # type: ignore[misc]
-            numerics = self._numerics(sampled, tensors)
-            after, refinement = self._refine(machine, numerics)
-            if stepper:
-                stepper.decide(_table(after))
-            self._stage("times_fresh", self._fresh)
+            # They warm up while the numerics are measured.
+            with self._sweeps() as sweeps:
+                sampled = self._stage("sampled", self._sampled)
+                tensors = self._stage("tensors", lambda s: self._tensors(observed, s)) if model else None
+                for half in ("first", "second"):
+                    self._stage(f"times_{half}", lambda s, half=half: self._times(half, sweeps, s))  # type: ignore[misc]
+                numerics = self._numerics(sampled, tensors)
+                after, refinement = self._refine(machine, numerics)
+                if stepper:
+                    stepper.decide(_table(after))
+                self._stage("times_fresh", lambda s: self._fresh(sweeps, s))
             step = self._stage("step", lambda s: self._step(stepper)) if model else None
         finally:
             if stepper:
@@ -152,10 +154,16 @@ class Validation:
         seconds = self.budget.left()
         return Stepper(request.model, request.batch, request.mods, self.folder / "step", seconds, self.timings / measuring.LOCK)
 
+    def _sweeps(self) -> AbstractContextManager[Any]:
+        if all(self._left(f"times_{part}") for part in ("first", "second", "fresh")):
+            return nullcontext()
+        return measuring.Sweeps(self.timings, self._known())
+
     def _sampled(self, seconds: float) -> list[dict[str, Any]]:
         """Bit for bit on sampled distributions, every recipe in turn; at least once each."""
         target = self.folder / "stages"
         arguments = ["--out", str(target), "--until", f"{time.time() + seconds:.2f}", "--seed", str(self.request.seed + 1)]
+        arguments += ["--kernels", "torch/*", "triton*", *(f"{library}/*" for library in self.request.libraries)]
         measuring.run("hil.exactness", arguments, accept=(0, 1))
         rows = (read_json(target / "exactness.json") or {}).get("rows", [])
         return [
@@ -201,29 +209,24 @@ class Validation:
         note = tensors["note"] if tensors else "none of the model's own tensors"
         return {"sampled": sampled or [], "tensors": rows, "summary": summary(rows), "note": note}
 
-    def _times(self, half: str, seconds: float) -> dict[str, Any]:
+    def _times(self, half: str, sweeps: measuring.Sweeps, seconds: float) -> dict[str, Any]:
         """Measure the model's shapes, in the order in which they would change a decision as it is known now."""
-        from loka_sim.validation.plan import model_work
+        from loka_sim.validation.plan import measured_rows, model_work
 
         until = time.monotonic() + seconds
-        answer = self.before if half == "first" else self._refined_answer()
-        work = model_work(answer, self._known())
-        before = self._measured()
-        measuring.sweep(self.timings, "model", work.wanted, until - time.monotonic())
-        found = work.progress(before, self._measured())
+        before = measured_rows(measuring.timings(self.timings))
+        work = model_work(self.before if half == "first" else self._refined_answer(), self._known())
+        if work.rows() <= before:
+            return work.progress(before, before)
+        sweeps.measure("model", work.wanted, until - time.monotonic())
+        found = work.progress(before, measured_rows(measuring.timings(self.timings)))
         # The first half leaves to the second what did not fit.
         return {**found, "complete": found["complete"] or half == "first"}
 
-    def _measured(self) -> set[tuple[str, Shape]]:
-        """(family, shape) of the model's that were measured."""
-        from loka_sim.validation.plan import measured_shapes
-
-        return measured_shapes(measuring.timings(self.timings))
-
-    def _fresh(self, seconds: float) -> dict[str, Any]:
+    def _fresh(self, sweeps: measuring.Sweeps, seconds: float) -> dict[str, Any]:
         from loka_sim.validation.plan import fresh_work
 
-        measuring.sweep(self.timings, "fresh", fresh_work(self.request.seed + 104_729, self._known()), seconds)
+        sweeps.measure("fresh", fresh_work(self.request.seed + 104_729, self._known()), seconds)
         rows = measuring.timings(self.timings)
         some = rows[rows["sweep"] == "fresh"]
         return {"note": f"{len(some)} times of {len(some[['m', 'n', 'k', 'groups']].drop_duplicates())} shapes"}

@@ -2,8 +2,8 @@
 
     python -m loka_sim.validation.stepper MODEL --batch N --folder DIR --deadline UNIX
 
-compiles bf16 at once, the decision as soon as its table lies in the folder, and then, or while it waits, what a user would
-run without it. It times the variants in turn when it is told to, and writes `medians.json`.
+compiles bf16 at once, the decision as soon as its table lies in the folder, and then what a user would run without it. It
+times the variants in turn when it is told to, and writes `medians.json`.
 """
 
 from __future__ import annotations
@@ -125,16 +125,15 @@ class Variants:
         waiting = ["decision", *BASELINES] if self.steps else []
         while waiting:
             decided = read_json(self.folder / TABLE)
-            # What needs no decision is compiled while that is awaited, and after it.
-            name = next((name for name in waiting if decided or name != "decision"), None)
-            if name is None:
+            if not decided:
+                # Nothing else is begun meanwhile: the decision would have to wait for it.
                 if (self.folder / GO).exists() or time.time() > self.deadline:
                     break
-                time.sleep(0.2)
+                time.sleep(0.1)
                 continue
-            waiting.remove(name)
+            name = waiting.pop(0)
             if name == "decision":
-                table = (decided or {})["table"]
+                table = decided["table"]
                 if table is not None and self._fits(name, (1 - OVERTIME) * self.slowest):
                     self._compile(name, lambda: step_time.converted_by_table(table))  # noqa: B023
                     self._time(FEW_TURNS)

@@ -9,7 +9,6 @@ import pytest
 import loka_sim
 import perfmodel
 from hil.collect import FAMILIES, legal_runners
-from hil.shapes import SWEEPS
 from loka_sim import collection
 from loka_sim.collection import collect, hardware_of
 from loka_sim.errors import DataError, UserError
@@ -26,16 +25,26 @@ class MadeUp:
     def __init__(self, shapes, gpus=1, kernels=None):
         self.shapes, self.gpus, self.kernels, self.asked = shapes, gpus, kernels, []
 
-    def sweeps_drawn(self, folder, families, seconds):
+    def __call__(self, folder):
+        self.folder = folder
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def measure(self, name, wanted, seconds):
+        assert name == "lrm"
         self.asked.append(("sweeps", seconds))
         model = perfmodel.load("h200")
         known = set(self.kernels or model.manifest["kernels"])
-        for family in families:
-            draw, _ = SWEEPS[family, "lrm"]
+        for family, items in wanted.items():
             rows = [
                 (runner.name, s.m, s.n, s.k, s.groups)
-                for s in draw(self.shapes[family], 0)
-                for runner in legal_runners(s, FAMILIES[family])
+                for s, patterns in items[: self.shapes[family]]
+                for runner in legal_runners(s, FAMILIES[family], patterns)
                 if runner.name in known
             ]
             frame = pd.DataFrame(rows, columns=["kernel", "m", "n", "k", "groups"])
@@ -43,7 +52,7 @@ class MadeUp:
             frame["p50_us"] = model.predict(frame)["time_us"] * noise
             frame["p50_us"] *= frame["kernel"].map(lambda kernel: SLOWER[KERNELS[kernel].kind])
             frame = frame.assign(p10_us=0.99 * frame["p50_us"], p90_us=1.01 * frame["p50_us"], sweep="lrm", eager_us=np.nan)
-            frame.to_parquet(folder / f"{family}.parquet")
+            frame.to_parquet(self.folder / f"{family}.parquet")
 
     def collectives(self, folder, gpus, seconds):
         self.asked.append(("collectives", seconds))
@@ -61,7 +70,7 @@ def on(machine, monkeypatch, capability="9.0"):
     monkeypatch.setattr(hil.fingerprint, "fingerprint", lambda: {**MACHINE, "capability": capability})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: machine.gpus)
     monkeypatch.setattr(collection, "require_gpu", lambda: None)
-    monkeypatch.setattr(measuring, "sweeps_drawn", machine.sweeps_drawn)
+    monkeypatch.setattr(measuring, "Sweeps", machine)
     monkeypatch.setattr(measuring, "collectives", machine.collectives)
     return machine
 
@@ -84,7 +93,7 @@ def test_a_short_one_corrects_a_related_gpu(short):
     gemms = document["held_out"]["torch/bf16"]
     assert gemms["n"] > 50 and gemms["mape"] < 0.05
     said = " ".join(document["left_out"])
-    assert "gemm: 132 of 4,400 shapes" in said and "memory: 30 of 320 shapes" in said and "have fewer than 60 rows" in said
+    assert "gemm: 120 of 4,400 shapes" in said and "memory: 30 of 320 shapes" in said and "have fewer than 60 rows" in said
     assert "collectives" not in said
     assert json.loads((folder / "manifest.json").read_text())["hardware"] == "h100-80gb-hbm3"
 
@@ -119,8 +128,7 @@ def test_a_gpu_of_no_kind_that_is_shipped_has_a_fit_of_its_own(tmp_path, monkeyp
 
 def test_nothing_measured_is_no_calibration(tmp_path, monkeypatch):
     machine = on(MadeUp({}), monkeypatch)
-    monkeypatch.setattr(machine, "sweeps_drawn", lambda *_: None)
-    monkeypatch.setattr(measuring, "sweeps_drawn", lambda *_: None)
+    monkeypatch.setattr(machine, "measure", lambda *_: None)
     with pytest.raises(DataError, match="nothing was measured within 5 minutes"):
         collect(tmp_path / "none", minutes=5)
     with pytest.raises(UserError, match="--minutes 2 is too short"):

@@ -36,10 +36,20 @@ def answer():
 class MadeUp:
     """A machine whose kernels take the shipped model's times, slower by kind, with noise of 1%; counts what it is asked."""
 
-    def __init__(self, stop_at=None, shapes=60):
+    def __init__(self, stop_at=None, shapes=25):
         self.asked, self.stop_at, self.shapes = [], stop_at, shapes
 
-    def sweep(self, folder, name, wanted, seconds):
+    def __call__(self, folder, kernels=None):
+        self.folder = folder
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def measure(self, name, wanted, seconds):
         import perfmodel
         from hil.collect import FAMILIES, legal_runners
 
@@ -48,24 +58,29 @@ class MadeUp:
             raise KeyboardInterrupt
         assert seconds > 0
         model = perfmodel.load("h200")
-        folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         for family, shapes in wanted.items():
-            rows = [
-                (runner.name, s.m, s.n, s.k, s.groups)
-                for s, kernels in list(shapes.items())[: self.shapes]
-                for runner in legal_runners(s, FAMILIES[family])
-                if runner.name in kernels
+            path = self.folder / f"{family}.parquet"
+            known = pd.read_parquet(path) if path.is_file() else None
+            there = (
+                set()
+                if known is None
+                else set(zip(known["sweep"], known["kernel"], known["m"], known["n"], known["k"], strict=True))
+            )
+            new = [
+                (s, runner.name)
+                for s, some in shapes
+                for runner in legal_runners(s, FAMILIES[family], some)
+                if (name, runner.name, s.m, s.n, s.k) not in there
             ]
+            some = list(dict.fromkeys(s for s, _ in new))[: self.shapes]
+            rows = [(kernel, s.m, s.n, s.k, s.groups) for s, kernel in new if s in some]
             frame = pd.DataFrame(rows, columns=["kernel", "m", "n", "k", "groups"])
             slower = frame["kernel"].map(lambda kernel: SLOWER[KERNELS[kernel].kind])
             noise = np.random.default_rng(len(self.asked)).normal(1, 0.01, len(frame))
             frame["p50_us"] = model.predict(frame)["time_us"] * slower * noise
             frame = frame.assign(p10_us=0.99 * frame["p50_us"], p90_us=1.01 * frame["p50_us"], sweep=name, eager_us=np.nan)
-            path = folder / f"{family}.parquet"
-            known = [pd.read_parquet(path)] if path.is_file() else []
-            pd.concat([*known, frame], ignore_index=True).drop_duplicates(
-                ["kernel", "m", "n", "k", "groups", "sweep"], ignore_index=True
-            ).to_parquet(path)
+            pd.concat([frame] if known is None else [known, frame], ignore_index=True).to_parquet(path)
 
     def run(self, module, arguments, accept=(0,), launcher=()):
         assert module == "hil.exactness"
@@ -82,7 +97,7 @@ def on(machine, monkeypatch):
 
     monkeypatch.setattr(hil.fingerprint, "fingerprint", lambda: dict(MACHINE))
     monkeypatch.setattr(validation, "require_gpu", lambda: None)
-    monkeypatch.setattr(measuring, "sweep", machine.sweep)
+    monkeypatch.setattr(measuring, "Sweeps", machine)
     monkeypatch.setattr(measuring, "run", machine.run)
     return machine
 
@@ -174,7 +189,8 @@ def test_transpositions_and_the_decided_step_have_tolerances_of_their_own(valida
     # A few rows say nothing of a 90% interval.
     few = {**document["time"], "summary": [{**row, "n": 9} for row in document["time"]["summary"] if row["set"] == "model"]}
     judged = {entry["name"]: entry for entry in judge.tolerances(None, few, None, None)}
-    assert judged["layout_coverage"]["ok"] is None and judged["layout_mape"]["ok"] is not None
+    assert judged["layout_coverage"]["ok"] is None and judged["layout_mape"]["ok"] is None
+    assert judged["bit_equal"]["ok"] is None and judged["gemm_mape"]["limit"] == 0.10
 
 
 def test_the_exported_step_is_predicted_as_torchao_runs_it():
@@ -230,7 +246,7 @@ def test_a_model_that_can_be_run_gives_tensors_and_a_step(tmp_path, monkeypatch)
     machine = on(MadeUp(), monkeypatch)
     document = loka_sim.validate("dlrm-small", out=tmp_path / "run", minutes=2)
     assert problem(document, "validation") is None
-    assert machine.asked == ["sampled", "model", "model", "fresh"]
+    assert machine.asked == ["sampled", "model", "fresh"]
     steps = MadeUpSteps.started.pop()
     assert steps.asked == ["dlrm-small", 512, pytest.approx(120, abs=20), "no decision", "stopped"]
     assert {row["site"] for row in document["numerics"]["tensors"]} >= {"bottom.1", "top.1", "predict"}
@@ -287,15 +303,18 @@ def test_a_folder_of_something_else_is_left_alone(spec_file, tmp_path, monkeypat
 
 def test_what_would_change_a_decision_is_measured_first(answer):
     work = plan.model_work(answer, list(KERNELS))
-    ordered = [work.worth_us.get(("gemm", shape), 0.0) for shape in work.wanted["gemm"]]
+    ordered = [work.worth_us.get(("gemm", shape), 0.0) for shape, _ in work.wanted["gemm"]]
     assert ordered == sorted(ordered, reverse=True) and ordered[0] > 0
     rows = {(plan.family_of(row), plan.shape_of(row)) for row in answer.times.of}
-    assert {(family, shape) for family, some in work.wanted.items() for shape in some} == rows
+    assert {(family, shape) for family, some in work.wanted.items() for shape, _ in some} == rows
     # An operand under what may be launched on it; a GEMM under all there is.
-    operand = next(row for row in answer.times.of if KERNELS[row.kernel].kind == "quantize")
-    assert operand.kernel in work.wanted["memory"][plan.shape_of(operand)]
-    assert all("torch/bf16" in kernels for kernels in work.wanted["gemm"].values())
-    assert not any(KERNELS[name].kind == "gemm" for kernels in work.wanted["memory"].values() for name in kernels)
+    assert all("torch/bf16" in kernels for _, kernels in work.wanted["gemm"])
+    memory = {(name, shape) for shape, kernels in work.wanted["memory"] for name in kernels}
+    wanted = {(row.kernel, plan.shape_of(row)) for row in answer.times.of if plan.family_of(row) == "memory"}
+    assert memory == wanted
+    # What enters no decision comes last.
+    kinds = [{KERNELS[name].kind == "pointwise" for name in kernels} for _, kernels in work.wanted["memory"]]
+    assert kinds == sorted(kinds, key=lambda some: True in some) and {True} in kinds and {False} in kinds
 
 
 def test_regret_against_a_search_of_its_own(answer):

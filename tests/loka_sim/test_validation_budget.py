@@ -130,10 +130,14 @@ def test_the_decision_comes_before_what_needs_none(steps, tmp_path):
     assert found["medians"]["decision"]["p50_ms"] == len("decision") and found["turns"] == 10
 
 
-def test_while_it_waits_it_compiles_what_needs_no_decision(steps, tmp_path):
+def test_it_waits_for_the_decision_before_all_else(steps, tmp_path):
     order, _ = steps
-    run(tmp_path, decide=(1.0, {"sites": {}}))
-    assert order == ["bf16", "filter_tensorwise", "naive_tensorwise", "decision"]
+    run(tmp_path, decide=(0.5, {"sites": {}}))
+    assert order == ["bf16", "decision", "filter_tensorwise", "naive_tensorwise"]
+    order.clear()
+    (tmp_path / "none").mkdir()
+    found = run(tmp_path / "none")
+    assert order == ["bf16"] and list(found["medians"]) == ["bf16"]
 
 
 def test_without_a_decision_there_is_none_to_run(steps, tmp_path):

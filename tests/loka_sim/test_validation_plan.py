@@ -32,7 +32,7 @@ def test_what_is_known_is_worth_nothing_more(answer):
     assert all(after[key] < 0.02 * before[key] for key in first)
     # What is left, the second half measures in the order of what it is worth now.
     work = plan.model_work(known_exactly(answer, set(first)), list(KERNELS))
-    left = [after[key] for key in (("gemm", shape) for shape in work.wanted["gemm"]) if key in after and key not in first]
+    left = [after[key] for key in (("gemm", shape) for shape, _ in work.wanted["gemm"]) if key in after and key not in first]
     assert left == sorted(left, reverse=True) and left[0] > 0
 
 
@@ -67,9 +67,14 @@ def test_the_worth_is_that_of_a_search_of_its_own(answer):
 
 def test_progress_in_words(answer):
     work = plan.model_work(answer, list(KERNELS))
-    keys = [(family, shape) for family, some in work.wanted.items() for shape in some]
+    every = work.rows()
     best = max(work.worth_us, key=lambda key: work.worth_us[key])
-    found = work.progress(set(), {best})
+    some = {row for row in every if (plan.family_of(row), plan.shape_of(row)) == best}
+    found = work.progress(set(), some)
     whole = sum(work.worth_us.values())
-    assert found["note"] == f"1 measured, 1 of {len(keys)} in all, worth {work.worth_us[best]:.1f} of {whole:.1f} us a step"
-    assert not found["complete"] and work.progress({best}, set(keys))["complete"]
+    said = f"{len(some)} measured, {len(some)} of {len(every)} in all, worth {work.worth_us[best]:.1f} of {whole:.1f} us a step"
+    assert found["note"] == said and not found["complete"]
+    # One kernel of several is not the shape.
+    part = work.progress(set(), {next(iter(some))})
+    assert part["note"].startswith(f"1 measured, 1 of {len(every)} in all, worth ") and len(some) > 1 and said not in part["note"]
+    assert work.progress(some, every)["complete"]
