@@ -158,8 +158,9 @@ def main() -> int:
           f"read counted; wrong: {', '.join(wrong) or 'none'}; {time.monotonic() - begun:.0f} s")  # fmt: skip
     if options.out:
         document = {
-            "schema_version": 1, "command": f"python benchmarks/kernels_gpu.py{' --quick' * options.quick} --out {options.out}",
-            "machine": fingerprint(), "quantizers": made, "gemms": shapes,
+            "schema_version": 1, "machine": fingerprint(),
+            "command": f"python benchmarks/kernels_gpu.py --out data/h200/kernels.json{' --quick' * options.quick}",
+            "quantizers": made, "gemms": shapes,
         }  # fmt: skip
         options.out.write_text(json.dumps(document, indent=1, default=str) + "\n")
     return int(bool(wrong))

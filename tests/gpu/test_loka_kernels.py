@@ -59,10 +59,12 @@ def test_programs_of_one_launch_meet_whatever_runs_beside():
     """Launches on two streams and replays of two graphs at once, of sizes that take from one program to all."""
     sizes = [(1, 2), (128, 128), (1000, 512), (4096, 2048), (8192, 4096)]
     inputs = [torch.randn(size, device="cuda").mul(2.0**i).bfloat16() for i, size in enumerate(sizes)]
-    wanted = [reference(x.cpu(), "e4m3/tensorwise") for x in inputs]
+    columns = [reference(x.t().contiguous().cpu(), "e4m3/rowwise") for x in inputs]
+    wanted = [*(reference(x.cpu(), "e4m3/tensorwise") for x in inputs), *columns, *columns]
 
     def every():
-        return [quantize(x, "tensorwise") for x in inputs]
+        made = [quantize(x, "tensorwise") for x in inputs] + [quantize_transposed(x, "rowwise") for x in inputs]
+        return made + [quantize_dual(x, "rowwise")[1] for x in inputs]
 
     every()
     streams, graphs, kept = [torch.cuda.Stream() for _ in range(4)], [], []
