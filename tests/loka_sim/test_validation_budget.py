@@ -7,8 +7,11 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from loka_sim.errors import DataError
 from loka_sim.validation import measuring, step_time
@@ -177,3 +180,47 @@ with measuring.ending_children():
     assert found.returncode == 143
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_sweeps_ask_their_processes_one_after_another(tmp_path, monkeypatch):
+    started, stopped = [], []
+
+    class Server:
+        """Answers every request at once."""
+
+        alive = True
+
+        def __init__(self, module, arguments):
+            self.family, self.folder = arguments[0], Path(arguments[arguments.index("--requests") + 1])
+            started.append((module, *arguments))
+
+        def stop(self):
+            stopped.append(self.family)
+
+    asked = []
+
+    def write(path, text):
+        asked.append((path.name, json.loads(text)))
+        path.with_suffix(".done").write_text("1")
+
+    monkeypatch.setattr(measuring, "Child", Server)
+    monkeypatch.setattr(measuring, "write_text_atomic", write)
+    shape = SimpleNamespace(m=1, n=2, k=3, groups=4)
+    with measuring.Sweeps(tmp_path, ["torch/bf16"]) as sweeps:
+        sweeps.measure("model", {"gemm": [(shape, ("torch/bf16",))], "memory": []}, 60)
+        sweeps.measure("fresh", {"gemm": [], "memory": [(shape, ("torch/x",))]}, 60)
+    assert [(name, request["sweep"], request["items"]) for name, request in asked] == [
+        ("gemm-0.json", "model", [[1, 2, 3, 4, ["torch/bf16"]]]), ("memory-0.json", "model", []),
+        ("gemm-1.json", "fresh", []), ("memory-1.json", "fresh", [[1, 2, 3, 4, ["torch/x"]]]),
+    ]  # fmt: skip
+    assert [words[:2] for words in started] == [("hil.collect", "gemm"), ("hil.collect", "memory")]
+    assert all(words[-2:] == ("--kernels", "torch/bf16") for words in started) and stopped == ["gemm", "memory"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no GPU")
+def test_a_measuring_process_that_fails_is_an_expected_error(tmp_path):
+    shape = SimpleNamespace(m=64, n=64, k=64, groups=1)
+    with measuring.Sweeps(tmp_path / "timings", ["torch/bf16", "torch/quantize_rowwise"]) as sweeps:
+        with pytest.raises(DataError, match="python -m hil.collect ended with code 3"):
+            sweeps.measure("model", {"gemm": [(shape, ("torch/bf16",))], "memory": []}, 60)
+    assert not (tmp_path / "timings" / "asked").exists()
