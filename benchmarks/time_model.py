@@ -27,7 +27,7 @@ from perfmodel import data_folder, fit
 from perfmodel.held_out import FOLDS, accuracy, choice_regret, coverage_by_class, cross_intervals, folds_of, held_out
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import GEMM_KERNELS, KERNELS
-from perfmodel.learn import first_trees, predict, train
+from perfmodel.learn import learn_first, predict, train
 from perfmodel.model import SIZE_CLASSES_US, columns_of
 
 Array = npt.NDArray[np.float64]
@@ -63,7 +63,7 @@ class Data:
     def judged(self) -> tuple[pd.DataFrame, Array, Array]:
         """Rows of the judged folds, their held-out predictions, and the ends of their intervals."""
         if self._judged is None:
-            first = {name: trees for name in self.kernels if (trees := first_trees(name, self.launches, self.hardware))}
+            first = {name: known for name in self.kernels if (known := learn_first(name, self.launches, self.hardware))}
             predicted = held_out(self.rows, self.hardware, first, self.folds)
             known = np.flatnonzero(np.isfinite(predicted))
             rows = self.rows.iloc[known].reset_index(drop=True)
@@ -148,7 +148,7 @@ def extrapolation(data: Data) -> None:
         launches = None if data.launches is None else data.launches[data.launches["kernel"] == name]
         quick = {} if launches is None else regions(launches, rows)
         for region, inside in regions(rows, rows).items():
-            first = first_trees(name, None if launches is None else launches[~quick[region]], data.hardware)
+            first = learn_first(name, None if launches is None else launches[~quick[region]], data.hardware)
             predicted = predict(train(name, rows[~inside], data.hardware, first), name, rows[inside], data.hardware)
             result = accuracy(rows["p50_us"].to_numpy()[inside], predicted)
             print(line(f"{name.removeprefix('torch/')}, {region}", result, None), flush=True)

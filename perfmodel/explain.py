@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from perfmodel.features import features
-from perfmodel.model import LAUNCH_FLOOR_US, PerfModel, columns_of
+from perfmodel.model import LAUNCH_FLOOR_US, PerfModel, columns_of, with_network
 from perfmodel.roofline import limits_us
 
 
@@ -28,7 +28,8 @@ class Explanation:
         memory_us: Time of the least bytes at the copy bandwidth.
         launch_us: What the model adds to the roofline, so that it stays finite for the smallest calls.
         typical: How much longer this kernel takes than roofline and launch, over the shapes that it was fitted on.
-        factors: What each feature of this shape multiplies that by (SHAP values of the trees), the strongest first.
+        factors: What each feature of this shape multiplies that by (SHAP values of the trees), the strongest
+            first; `network` is what the network makes of all of them.
         correction: What a refinement on the user's machine multiplies the time by; 1 without one.
         outside: Which of m, n, k, groups, product lie outside the sizes that the kernel was measured at.
     """
@@ -96,8 +97,11 @@ def explain(model: PerfModel, row: Mapping[str, Any] | pd.Series) -> Explanation
     if "interval_factors" not in model.manifest["kernels"][kernel]:
         raise ValueError(f"{kernel} is known from measurements on this machine alone: there are no trees to explain it by")
     compute, memory = (float(limit[0]) for limit in limits_us(kernel, *sizes, model.hardware))
-    labels, matrix = features(kernel, *sizes, model.hardware)
-    added = model.trees(kernel).contributions(matrix)[0].astype(float)
+    network, trees = model.learned(kernel)
+    labels, matrix, smooth = with_network(*features(kernel, *sizes, model.hardware), network)
+    added = trees.contributions(matrix)[0].astype(float)
+    # The network's value counts by itself and as a feature of the trees: together they are its factor.
+    added[-2] += float(np.asarray(smooth).sum())
     order = np.argsort(-np.abs(added[:-1]), kind="stable")
     base = (max(compute, memory) + LAUNCH_FLOOR_US) * np.exp(added.sum())
     ratio = time / base

@@ -41,8 +41,8 @@ from perfmodel.held_out import (
 )
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import KERNELS
-from perfmodel.learn import first_trees, predict, train
-from perfmodel.model import SCHEMA_VERSION, columns_of, model_file, read_spec, size_class
+from perfmodel.learn import Learned, learn_first, predict, train
+from perfmodel.model import SCHEMA_VERSION, columns_of, model_file, network_file, read_spec, size_class
 
 __all__ = ["FOLDS", "SHAPE", "fit", "folds_of", "judge", "predict", "read_launches", "read_timings", "table", "train"]
 
@@ -102,16 +102,16 @@ def read_launches(timings: pd.DataFrame, folder: Path) -> pd.DataFrame | None:
 
 
 def judge(
-    rows: pd.DataFrame, boosters: dict[str, Any], factors: dict[str, list[list[float]]], hardware: HardwareSpec
+    rows: pd.DataFrame, learned: dict[str, Learned], factors: dict[str, list[list[float]]], hardware: HardwareSpec
 ) -> dict[str, Any] | None:
-    """Trees on rows that they have not seen: accuracy per kernel, coverage, choice regret; None without rows."""
-    rows = rows[rows["kernel"].isin(list(boosters))].reset_index(drop=True)
+    """What was learned, on rows that it has not seen: accuracy per kernel, coverage, choice regret; None without rows."""
+    rows = rows[rows["kernel"].isin(list(learned))].reset_index(drop=True)
     if not len(rows):
         return None
     predicted, bounds = np.full(len(rows), np.nan), np.full((len(rows), 2), np.nan)
     by_kernel = {str(kernel): index for kernel, index in rows.groupby("kernel").indices.items()}
     for kernel, index in by_kernel.items():
-        predicted[index] = predict(boosters[kernel], kernel, rows.iloc[index], hardware)
+        predicted[index] = predict(learned[kernel], kernel, rows.iloc[index], hardware)
         bounds[index] = predicted[index, None] * np.asarray(factors[kernel])[size_class(predicted[index])]
     measured = rows["p50_us"].to_numpy()
     return {
@@ -161,7 +161,7 @@ def fit(
     everything = read_timings(hardware.name, timings_folder)
     timings = fitted_rows(everything)
     launches = read_launches(everything, timings_folder or data_folder() / hardware.name)
-    first = {kernel: trees for kernel in timings["kernel"].unique() if (trees := first_trees(kernel, launches, hardware))}
+    first = {kernel: known for kernel in timings["kernel"].unique() if (known := learn_first(kernel, launches, hardware))}
     predicted = held_out(timings, hardware, first)
     measured, bounds = timings["p50_us"].to_numpy(), cross_intervals(timings, predicted)
     command = f"python -m perfmodel.fit --hardware {hardware_name}"
@@ -173,25 +173,26 @@ def fit(
         (folder / "hardware.json").write_text(spec_path.read_text())
     target.mkdir(parents=True, exist_ok=True)
     kernels: dict[str, Any] = {}
-    boosters: dict[str, Any] = {}
+    learned: dict[str, Learned] = {}
     for kernel, index in timings.groupby("kernel").indices.items():
         rows = timings.iloc[index]
-        booster = boosters[str(kernel)] = train(str(kernel), rows, hardware, first.get(str(kernel)))
+        network, booster = learned[str(kernel)] = train(str(kernel), rows, hardware, first.get(str(kernel)))
         (target / model_file(str(kernel))).write_bytes(gzip.compress(bytes(booster.save_raw("ubj")), 9, mtime=0))
+        if network is not None:
+            (target / network_file(str(kernel))).write_bytes(gzip.compress(network.save(), 9, mtime=0))
         sizes = dict(zip(SHAPE, columns_of(rows), strict=True))
         sizes["product"] = sizes["m"] * sizes["n"] * sizes["k"] * sizes["groups"]
         kernels[str(kernel)] = {
             "held_out": accuracy(measured[index], predicted[index], bounds[index]),
             "classes": coverage_by_class(measured[index], predicted[index], bounds[index]),
             "interval_factors": interval_factors(measured[index], predicted[index]),
+            "network": network is not None,
             "range": {name: [float(values.min()), float(values.max())] for name, values in sizes.items()},
         }
     factors = {kernel: entry["interval_factors"] for kernel, entry in kernels.items()}
     judged = {
         "choice_regret": choice_regret(timings, predicted),
-        **{
-            key: judge(everything[everything["sweep"] == sweep], boosters, factors, hardware) for sweep, key in NEVER_SEEN.items()
-        },
+        **{key: judge(everything[everything["sweep"] == sweep], learned, factors, hardware) for sweep, key in NEVER_SEEN.items()},
         "repeat_on_another_machine": repeat_difference(everything),
     }
     manifest = {

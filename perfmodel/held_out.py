@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +12,7 @@ import pandas as pd
 from perfmodel.hardware import HardwareSpec
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import GEMM_KERNELS
-from perfmodel.learn import predict, train
+from perfmodel.learn import Learned, predict, train
 from perfmodel.model import SIZE_CLASSES_US, size_class
 
 Array = npt.NDArray[np.float64]
@@ -31,14 +30,14 @@ def folds_of(timings: pd.DataFrame, folds: int = FOLDS, seed: int = 0) -> npt.ND
 
 
 def held_out(
-    timings: pd.DataFrame, hardware: HardwareSpec, first: dict[str, Any] | None = None, folds: Iterable[int] = range(FOLDS)
+    timings: pd.DataFrame, hardware: HardwareSpec, first: dict[str, Learned] | None = None, folds: Iterable[int] = range(FOLDS)
 ) -> Array:
     """Each row's time as predicted by trees that saw no row of its shape, in microseconds.
 
     Args:
         timings: Careful timings of any kernels.
         hardware: The GPU.
-        first: Per kernel, trees of quick launches of other shapes to grow on.
+        first: Per kernel, what quick launches of other shapes taught, to go on from.
         folds: Which folds to judge; the rows of others are NaN.
     """
     fold = folds_of(timings)
@@ -48,8 +47,8 @@ def held_out(
         for number in folds:
             test = fold[index] == number
             if test.any() and not test.all():
-                booster = train(str(kernel), rows[~test], hardware, (first or {}).get(str(kernel)))
-                result[index[test]] = predict(booster, str(kernel), rows[test], hardware)
+                learned = train(str(kernel), rows[~test], hardware, (first or {}).get(str(kernel)))
+                result[index[test]] = predict(learned, str(kernel), rows[test], hardware)
         print(f"held out {kernel}: {len(rows)} rows", file=sys.stderr)
     return result
 

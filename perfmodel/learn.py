@@ -1,22 +1,25 @@
-"""Trees for one kernel's time: first from many quick launches where there are some, then from careful timings.
+"""How one kernel's time is learned: first from many quick launches where there are some, then from careful timings.
 
 A library chooses among a thousand kernels by rules that it does not publish, and each choice is a jump in the time. Single
-profiled launches of tens of thousands of shapes (`hil.launches`) show where the jumps are, though each is some 6% off; what
-the careful timings add on top is small and smooth, and their few thousand shapes suffice for it.
+profiled launches of tens of thousands of shapes (`hil.launches`) show where the jumps are, though each is some 6% off: a
+small network takes what is smooth about them, trees on top of it the jumps. What the careful timings add is small, and
+their few thousand shapes suffice for more trees to learn it.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from perfmodel import network
 from perfmodel.features import features
 from perfmodel.hardware import HardwareSpec
-from perfmodel.model import baseline_us, columns_of
+from perfmodel.model import baseline_us, columns_of, with_network
+from perfmodel.network import Network
 
 Array = npt.NDArray[np.float64]
 
@@ -27,23 +30,32 @@ PARAMETERS: dict[str, Any] = {
 ROUNDS = 500
 # Of the trees that quick launches grow.
 FIRST_PARAMETERS = {**PARAMETERS, "max_depth": 8, "eta": 0.06}
-FIRST_ROUNDS = 600
+FIRST_ROUNDS = 200
 # Of those on top of them.
 NEXT_PARAMETERS = {**PARAMETERS, "eta": 0.03}
 # Fewer quick launches of a kernel teach nothing.
 LEAST_LAUNCHES = 2000
 
 
-def _data(kernel: str, rows: pd.DataFrame, time_us: Array, hardware: HardwareSpec) -> Any:
+class Learned(NamedTuple):
+    """What predicts log(time / baseline) of one kernel: the network's value, if there is one, plus the trees'."""
+
+    network: Network | None
+    booster: Any
+
+
+def _data(kernel: str, rows: pd.DataFrame, time_us: Array, hardware: HardwareSpec, net: Network | None) -> Any:
     import xgboost
 
     sizes = columns_of(rows)
     names, matrix = features(kernel, *sizes, hardware)
-    return xgboost.DMatrix(matrix, np.log(time_us / baseline_us(kernel, *sizes, hardware)), feature_names=names)
+    names, matrix, smooth = with_network(names, matrix, net)
+    target = np.log(time_us / baseline_us(kernel, *sizes, hardware)) - smooth
+    return xgboost.DMatrix(matrix, target, feature_names=names)
 
 
-def first_trees(kernel: str, launches: pd.DataFrame | None, hardware: HardwareSpec) -> Any | None:
-    """Trees of one kernel's quick launches, to grow those of careful timings on; None where there are too few.
+def learn_first(kernel: str, launches: pd.DataFrame | None, hardware: HardwareSpec) -> Learned | None:
+    """What one kernel's quick launches teach, for `train` to go on from; None where there are too few.
 
     Args:
         kernel: Which kernel.
@@ -55,26 +67,32 @@ def first_trees(kernel: str, launches: pd.DataFrame | None, hardware: HardwareSp
     mine = None if launches is None else launches[launches["kernel"] == kernel]
     if mine is None or len(mine) < LEAST_LAUNCHES:
         return None
-    return xgboost.train(FIRST_PARAMETERS, _data(kernel, mine, mine["time_us"].to_numpy(float), hardware), FIRST_ROUNDS)
+    sizes, time = columns_of(mine), mine["time_us"].to_numpy(dtype=float)
+    _, matrix = features(kernel, *sizes, hardware)
+    net = network.train(matrix, np.log(time / baseline_us(kernel, *sizes, hardware)))
+    return Learned(net, xgboost.train(FIRST_PARAMETERS, _data(kernel, mine, time, hardware, net), FIRST_ROUNDS))
 
 
-def train(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Any | None = None) -> Any:
-    """Trees for one kernel, fitted to log(time / baseline).
+def train(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Learned | None = None) -> Learned:
+    """Learn one kernel from careful timings.
 
     Args:
         kernel: Which kernel.
         rows: Its careful timings, `p50_us`.
         hardware: The GPU.
-        first: What `first_trees` made of other shapes.
+        first: What `learn_first` learned from other shapes.
     """
     import xgboost
 
+    net, start = first or (None, None)
     parameters = PARAMETERS if first is None else NEXT_PARAMETERS
-    return xgboost.train(parameters, _data(kernel, rows, rows["p50_us"].to_numpy(), hardware), ROUNDS, xgb_model=first)
+    data = _data(kernel, rows, rows["p50_us"].to_numpy(dtype=float), hardware, net)
+    return Learned(net, xgboost.train(parameters, data, ROUNDS, xgb_model=start))
 
 
-def predict(booster: Any, kernel: str, rows: pd.DataFrame, hardware: HardwareSpec) -> Array:
+def predict(learned: Learned, kernel: str, rows: pd.DataFrame, hardware: HardwareSpec) -> Array:
     """Times in microseconds of one kernel's rows."""
     sizes = columns_of(rows)
-    _, matrix = features(kernel, *sizes, hardware)
-    return baseline_us(kernel, *sizes, hardware) * np.exp(booster.inplace_predict(matrix).astype(np.float64))
+    _, matrix, smooth = with_network(*features(kernel, *sizes, hardware), learned.network)
+    ratio = smooth + learned.booster.inplace_predict(matrix).astype(np.float64)
+    return baseline_us(kernel, *sizes, hardware) * np.exp(ratio)

@@ -1,4 +1,4 @@
-"""The learned kernel-time model: gradient-boosted trees on the logarithm of time over roofline."""
+"""The learned kernel-time model: the logarithm of time over roofline, by a small network and gradient-boosted trees."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from perfmodel.data_folder import data_folder
 from perfmodel.features import features
 from perfmodel.hardware import HardwareSpec
 from perfmodel.kernels import KERNELS
+from perfmodel.network import Network
 from perfmodel.roofline import roofline_us
 from perfmodel.trees import Trees
 
@@ -56,6 +57,19 @@ def model_file(kernel: str) -> str:
     return kernel.replace("/", "__") + ".ubj.gz"
 
 
+def network_file(kernel: str) -> str:
+    """File name of a kernel's network, where it has one."""
+    return kernel.replace("/", "__") + ".network.json.gz"
+
+
+def with_network(names: list[str], matrix: Array, network: Network | None) -> tuple[list[str], Array, Array | float]:
+    """Features with the network's value as the last, its name `network`, and that value; unchanged and 0 without one."""
+    if network is None:
+        return names, matrix, 0.0
+    smooth = network.predict(matrix)
+    return [*names, "network"], np.column_stack([matrix, smooth]), smooth
+
+
 def columns_of(frame: pd.DataFrame) -> tuple[Array, Array, Array, Array]:
     """The (m, n, k, groups) columns as float arrays; groups is 1 where there is no such column."""
     m, n, k = (frame[name].to_numpy(dtype=np.float64) for name in ("m", "n", "k"))
@@ -85,22 +99,32 @@ class PerfModel:
         return hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode()).hexdigest()[:16]
 
     @cached_property
-    def _loaded(self) -> dict[str, Trees]:
+    def _loaded(self) -> dict[str, tuple[Network | None, Trees]]:
         return {}
 
-    def trees(self, kernel: str) -> Trees:
-        """The trees of a kernel that the manifest names, read when first asked for.
+    def learned(self, kernel: str) -> tuple[Network | None, Trees]:
+        """Network, if it has one, and trees of a kernel that the manifest names, read when first asked for.
 
         Raises:
-            ValueError: their file is missing or damaged.
+            ValueError: a file is missing or damaged.
         """
         if kernel not in self._loaded:
             path = self.folder / model_file(kernel)
             try:
-                self._loaded[kernel] = Trees(gzip.decompress(path.read_bytes()))
+                trees, network = Trees(gzip.decompress(path.read_bytes())), None
+                if self.manifest["kernels"][kernel].get("network"):
+                    path = self.folder / network_file(kernel)
+                    network = Network.load(gzip.decompress(path.read_bytes()))
             except (EOFError, OSError, zlib.error, ValueError) as error:
                 raise ValueError(f"{path} is missing or truncated; copy the folder again") from error
+            self._loaded[kernel] = network, trees
         return self._loaded[kernel]
+
+    def _ratio(self, kernel: str, sizes: tuple[Array, Array, Array, Array]) -> Array:
+        """Logarithm of time over baseline of calls of one kernel."""
+        network, trees = self.learned(kernel)
+        _, matrix, smooth = with_network(*features(kernel, *sizes, self.hardware), network)
+        return smooth + trees.predict(matrix).astype(np.float64)
 
     def predict(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Times of kernel calls.
@@ -130,8 +154,7 @@ class PerfModel:
         for kernel, rows in frame.reset_index(drop=True).groupby("kernel", observed=True).indices.items():
             name, sizes = str(kernel), (m[rows], n[rows], k[rows], groups[rows])
             self._refuse(name, sizes)
-            _, matrix = features(name, *sizes, self.hardware)
-            time = baseline_us(name, *sizes, self.hardware) * np.exp(self.trees(name).predict(matrix).astype(np.float64))
+            time = baseline_us(name, *sizes, self.hardware) * np.exp(self._ratio(name, sizes))
             factors = np.asarray(self.manifest["kernels"][name]["interval_factors"])[size_class(time)]
             result[rows] = np.stack([time, time * factors[:, 0], time * factors[:, 1]], axis=1)
         return pd.DataFrame(result, columns=["time_us", "low_us", "high_us"], index=frame.index)
@@ -242,9 +265,10 @@ def _open(spec: HardwareSpec, folder: Path) -> PerfModel:
     check_version(path, manifest, SCHEMA_VERSION)
     if manifest.get("hardware") != spec.name or "kernels" not in manifest:
         raise ValueError(f"{path} is no time model of {spec.name}; it says hardware {manifest.get('hardware')!r}")
-    for kernel in manifest["kernels"]:
-        if not (folder / model_file(kernel)).is_file():
-            raise ValueError(f"{folder / model_file(kernel)} is missing; copy the folder whole")
+    for kernel, entry in manifest["kernels"].items():
+        for name in (model_file(kernel), *([network_file(kernel)] if entry.get("network") else [])):
+            if not (folder / name).is_file():
+                raise ValueError(f"{folder / name} is missing; copy the folder whole")
     return PerfModel(spec, folder, manifest)
 
 

@@ -81,7 +81,7 @@ def test_quick_launches_show_what_few_careful_timings_miss(monkeypatch):
     quick["time_us"] = true_us(quick) * 1.1 * np.exp(0.06 * np.random.default_rng(5).standard_normal(len(quick)))
     careful, test = shapes(80, 3), shapes(600, 4)
     careful["p50_us"] = true_us(careful)
-    first = learn.first_trees(KERNEL, quick, hardware)
+    first = learn.learn_first(KERNEL, quick, hardware)
     errors = [
         np.abs(learn.predict(learn.train(KERNEL, careful, hardware, start), KERNEL, test, hardware) / true_us(test) - 1).mean()
         for start in (None, first)
@@ -92,8 +92,8 @@ def test_quick_launches_show_what_few_careful_timings_miss(monkeypatch):
 def test_too_few_launches_are_left_alone():
     few = shapes(500, 6).assign(time_us=1.0)
     hardware = perfmodel.load("h200").hardware
-    assert learn.first_trees(KERNEL, few, hardware) is None and learn.first_trees(KERNEL, None, hardware) is None
-    assert learn.first_trees("torch/fp8_block128", shapes(9000, 6).assign(time_us=1.0), hardware) is None
+    assert learn.learn_first(KERNEL, few, hardware) is None and learn.learn_first(KERNEL, None, hardware) is None
+    assert learn.learn_first("torch/fp8_block128", shapes(9000, 6).assign(time_us=1.0), hardware) is None
 
 
 def test_launches_of_measured_shapes_are_not_learned_from():

@@ -1,0 +1,88 @@
+"""The network: its gradients against finite differences, what it learns, and what it saves."""
+
+import numpy as np
+import pytest
+
+from perfmodel import network
+from perfmodel.network import Network
+
+
+@pytest.fixture(scope="module")
+def learned() -> tuple[Network, np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    matrix = generator.uniform(-2, 2, (6000, 5))
+    return network.train(matrix, law(matrix)), matrix, generator.uniform(-2, 2, (1000, 5))
+
+
+def law(matrix: np.ndarray) -> np.ndarray:
+    return np.sin(2 * matrix[:, 0]) * matrix[:, 1] + 0.5 * matrix[:, 2] ** 2 + 3
+
+
+def test_it_learns_a_smooth_law_on_fresh_rows(learned):
+    net, _, fresh = learned
+    error = net.predict(fresh) - law(fresh)
+    assert np.sqrt(np.mean(error**2)) < 0.1 * law(fresh).std()
+
+
+def test_gradients_equal_finite_differences():
+    generator = np.random.default_rng(1)
+    layers = [
+        (generator.standard_normal((4, 6)), generator.standard_normal(6)),
+        (generator.standard_normal((6, 5)), generator.standard_normal(5)),
+        (generator.standard_normal((5, 1)), generator.standard_normal(1)),
+    ]  # float64, so that differences of 1e-6 mean something
+    net = Network(np.zeros(4), np.ones(4), 0.0, 1.0, layers)
+    x, y = generator.standard_normal((7, 4)), generator.standard_normal(7)
+
+    def loss() -> float:
+        off = np.abs(net._forward(x)[-1][:, 0] - y)
+        huber = np.where(off < network.BEND, off**2 / (2 * network.BEND), off - network.BEND / 2)
+        return float(huber.mean())
+
+    gradients = network._gradients(net, x, y)
+    for array, gradient in zip((a for layer in layers for a in layer), gradients, strict=True):
+        for index in np.ndindex(array.shape):
+            kept = array[index]
+            array[index] = kept + 1e-6
+            above = loss()
+            array[index] = kept - 1e-6
+            below = loss()
+            array[index] = kept
+            assert (above - below) / 2e-6 == pytest.approx(gradient[index], abs=2e-5)
+
+
+def test_saved_and_loaded_it_predicts_the_same(learned):
+    net, matrix, _ = learned
+    again = Network.load(net.save())
+    np.testing.assert_array_equal(again.predict(matrix), net.predict(matrix))
+
+
+def test_a_rows_value_does_not_depend_on_its_company(learned):
+    net, matrix, _ = learned
+    whole = net.predict(matrix[:1500])
+    np.testing.assert_array_equal(net.predict(matrix[1499::-1])[::-1], whole)
+    np.testing.assert_array_equal(np.concatenate([net.predict(matrix[i : i + 1]) for i in range(0, 1500, 50)]), whole[::50])
+    assert net.predict(matrix[:0]).shape == (0,)
+
+
+def test_the_same_seed_learns_the_same(learned):
+    generator = np.random.default_rng(2)
+    matrix = generator.uniform(-1, 1, (700, 3))
+    one, two, other = (network.train(matrix, matrix[:, 0], seed).predict(matrix) for seed in (4, 4, 5))
+    np.testing.assert_array_equal(one, two)
+    assert not np.array_equal(one, other)
+
+
+def test_far_outside_it_stays_as_at_its_reach(learned):
+    net, matrix, _ = learned
+    edge = net.mean + network.REACH * net.deviation
+    far = np.stack([edge, edge + 1, edge + 1e6])
+    np.testing.assert_allclose(net.predict(far), net.predict(far[:1]).repeat(3), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "saved", [b"", b"{}", b'{"level": 0, "spread": 1, "arrays": [{"shape": [2], "float32": "AAAA"}]}', b"[1]"]
+)
+def test_a_damaged_one_is_refused(saved):
+    with pytest.raises(ValueError, match="the network is damaged"):
+        Network.load(saved)
