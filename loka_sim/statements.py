@@ -75,11 +75,14 @@ def _libraries(answer: WhatIf) -> Iterable[Statement]:
             )
     if asked == DEFAULT_LIBRARIES:
         return
-    untimed = [
-        name for name, spec in KERNELS.items()
-        if spec.library in asked and name not in known and (spec.makes or (spec.is_fp8 and spec.kind == "gemm"))
-    ]  # fmt: skip
-    untimed = [name for name in untimed if any(KERNELS[kernel].library == KERNELS[name].library for kernel in known)]
+    untimed = []
+    for library in {KERNELS[kernel].library: None for kernel in KERNELS if KERNELS[kernel].library in asked}:
+        if any(KERNELS[kernel].library == library for kernel in known):
+            specs = [spec for spec in KERNELS.values() if spec.library == library]
+            untimed += [spec.name for spec in specs if spec.is_fp8 and spec.kind == "gemm" and spec.name not in known]
+            quantizers = [spec.name for spec in specs if spec.makes]
+            missing = [name for name in quantizers if name not in known]
+            untimed += [f"every quantizer of {library}"] if missing and missing == quantizers else missing
     if untimed:
         yield "note", f"Not considered, the time model does not know them: {', '.join(untimed)}."
     makers = Counter(row.kernel for site in answer.sites for entry in site.passes.values() for row in entry.rows[1:])

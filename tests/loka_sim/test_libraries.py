@@ -135,12 +135,13 @@ def test_a_library_that_the_time_model_does_not_know_is_named(monkeypatch, made_
     import perfmodel
 
     times = made_up_times()
-    known = {k: v for k, v in times.manifest["kernels"].items() if not k.startswith("fbgemm/") and k != "loka/fp8_rowwise_fast"}
+    gone = ("fbgemm/", "loka/fp8_rowwise_fast", "loka/quantize")
+    known = {k: v for k, v in times.manifest["kernels"].items() if not k.startswith(gone)}
     times.manifest = {**times.manifest, "kernels": known}
     monkeypatch.setattr(perfmodel, "load", lambda hardware="h200", calibration=None: times)
     document = loka_sim.whatif(made_up_model, libraries="torch,loka,fbgemm").to_dict()
     assert "knows no kernel of fbgemm: none was considered" in texts(document, "warning")
-    assert "the time model does not know them: loka/fp8_rowwise_fast." in texts(document, "note")
+    assert "the time model does not know them: loka/fp8_rowwise_fast, every quantizer of loka." in texts(document, "note")
     assert not any("fbgemm" in entry[0] or entry[0] == "loka/fp8_rowwise_fast" for entry in document["times"])
 
 
