@@ -29,16 +29,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hil.compiled import kernel_launches, kernel_times, recorded
+from perfmodel.fused import instructions_of
 
 if TYPE_CHECKING:
     import pandas
 
 ITERATIONS = 8
 EAGER_ITERATIONS = 7
-EXPONENTIAL = {"exp", "sigmoid", "tanh"}
 MATRICES = (
     (2048, 1), (2048, 128), (2048, 512), (2048, 1024), (2048, 3456), (2048, 8192), (2048, 32768), (8192, 1024),
     (16384, 256), (65536, 128), (131072, 256), (524288, 128), (524288, 256), (4096, 100), (30000, 367),
+)  # fmt: skip
+CUBES = (
+    (2048, 256, 128), (2048, 64, 128), (2048, 40, 256), (512, 128, 64), (4096, 32, 64), (1024, 200, 128),
+    (2048, 100, 64), (2048, 16, 512), (8192, 27, 128), (64, 512, 512),
 )  # fmt: skip
 Computation = Callable[..., Any]
 Case = tuple[Computation, tuple[Any, ...]]
@@ -212,8 +216,6 @@ def _families() -> Iterator[tuple[str, list[Case]]]:
         yield f"table_gradient_{name}", [(_table_gradient, (_random(c, d), ids_of(c, r), r)) for c, r, d in gradients]
     turns = ((2048, 4, 256, 64), (2048, 2, 44, 16), (512, 8, 128, 128))
     yield "rotate", [(_rotated, (_random(*s), _random(s[2], s[3] // 2), _random(s[2], s[3] // 2))) for s in turns]
-    cubes = ((2048, 256, 128), (2048, 64, 128), (2048, 40, 256), (512, 128, 64), (4096, 32, 64), (1024, 200, 128),
-             (2048, 100, 64), (2048, 16, 512), (8192, 27, 128), (64, 512, 512))  # fmt: skip
 
     def cube(b: int, t: int, d: int) -> tuple[Tensor, Tensor]:
         return _random(b, t, d), _random(b, d, t)
@@ -221,14 +223,14 @@ def _families() -> Iterator[tuple[str, list[Case]]]:
     def statistics_of(b: int, t: int, d: int) -> tuple[Tensor, ...]:
         return (*(torch.rand(b, t, 1, device="cuda") for _ in range(2)), _random(d), _random(d))
 
-    yield "turned_sum", [(_turned_sum, cube(*c)) for c in cubes]
-    yield "turned_norm", [(_turned_norm, (*cube(*c), _random(c[2]), _random(c[2]))) for c in cubes]
-    yield "norm_turned", [(_norm_turned, (*cube(*c), _random(c[2]), _random(c[2]))) for c in cubes]
-    yield "turned_norm_backward", [(_turned_norm_backward, (*cube(*c), _random(*c), *statistics_of(*c))) for c in cubes]
+    yield "turned_sum", [(_turned_sum, cube(*c)) for c in CUBES]
+    yield "turned_norm", [(_turned_norm, (*cube(*c), _random(c[2]), _random(c[2]))) for c in CUBES]
+    yield "norm_turned", [(_norm_turned, (*cube(*c), _random(c[2]), _random(c[2]))) for c in CUBES]
+    yield "turned_norm_backward", [(_turned_norm_backward, (*cube(*c), _random(*c), *statistics_of(*c))) for c in CUBES]
     yield "turned_sums_norm_backward", [
         (_turned_sums_norm_backward, tuple(part for pair in zip(cube(*c), cube(*c), strict=True) for part in pair)
          + (_random(*c), *statistics_of(*c)))
-        for c in cubes
+        for c in CUBES
     ]  # fmt: skip
     yield "heads", [(_heads, (_random(b, t, d), h)) for b, t, d, h in ((2048, 256, 256, 4), (2048, 24, 256, 4), (512, 44, 16, 2))]
     more = (
@@ -442,9 +444,9 @@ def tabulated(rows: list[dict[str, Any]]) -> pandas.DataFrame:
         kept, reduced = sizes.get("x", 1) * sizes.get("y", 1), sizes.get("r0_", 1)
         entry = _entry(row["family"], name, kept, reduced, row["read_bytes"], row["written_bytes"], "y" in sizes)
         if entry is not None:
-            exponential = bool({operator.split(".")[1] for operator in row["operators"] if "." in operator} & EXPONENTIAL)
+            operators = {operator.split(".")[1] for operator in row["operators"] if "." in operator} - {"convert_element_type"}
             sizes_of = {"family": row["family"], "kept": kept, "reduced": reduced}
-            found.append({**sizes_of, **entry, "exponential": exponential, "p50_us": row["time_us"]})
+            found.append({**sizes_of, **entry, "instructions": instructions_of(operators), "p50_us": row["time_us"]})
     return pandas.DataFrame(found).drop_duplicates()
 
 
@@ -452,12 +454,14 @@ def _entry(
     family: str, name: str, kept: int, reduced: int, read_bytes: int, written_bytes: int, tiled: bool
 ) -> dict[str, Any] | None:
     """Kind and bytes of a kernel; None of one that is a stage of a reduction."""
-    entry = {"kind": "pointwise", "read_bytes": read_bytes, "written_bytes": written_bytes, "unordered_bytes": 0}
+    entry = {"kind": "pointwise", "read_bytes": read_bytes, "written_bytes": written_bytes, "unordered_bytes": 0, "uneven": False}
+    if family in TURNED:
+        return _turned_entry(family, kept, reduced, entry)
     if family == "norm_backward" and (kept, reduced) in MATRICES:
-        both = kept * reduced >= 5 * 2**20 and kept >= max(4096, 2 * reduced) and written_bytes > kept * reduced
-        return {**entry, "kind": "both" if both else "row"}
+        return {**entry, "kind": "both" if _both(kept, reduced) and written_bytes > kept * reduced else "row"}
     if reduced > 1:
-        return {**entry, "kind": "row"} if family in ("norm", "softmax", "softmax_backward") else None
+        uneven = family in ("softmax", "softmax_more")
+        return {**entry, "kind": "row", "uneven": uneven} if family == "norm" or family.startswith("softmax") else None
     if family.startswith("lookup"):
         return {**entry, "kind": "gather", "read_bytes": written_bytes}
     if family == "pick":
@@ -467,16 +471,37 @@ def _entry(
             return {**entry, "kind": "fill"}
         if read_bytes == 2 * written_bytes:  # FP32 to bf16
             return entry
-        return (
-            {**entry, "kind": "scatter", "read_bytes": 6 * kept, "written_bytes": 4 * kept}
-            if family.endswith("uniform")
-            else None
-        )
+        return {**entry, "kind": "scatter", "read_bytes": 6 * kept, "written_bytes": 4 * kept}
     if read_bytes == 0:
         return {**entry, "kind": "fill"}
     if family in ("rotate", "cat"):
         return {**entry, "read_bytes": written_bytes}
     return {**entry, "unordered_bytes": read_bytes} if tiled else entry
+
+
+# Of what these families read and write per element, the bytes across memory.
+TURNED = {
+    "turned_sum": 2, "turned_norm": 2, "norm_turned": 4, "turned_norm_backward": 2, "turned_sums_norm_backward": 4,
+}  # fmt: skip
+
+
+def _turned_entry(family: str, kept: int, reduced: int, entry: dict[str, Any]) -> dict[str, Any] | None:
+    cube = next(((b * t, d) for b, t, d in CUBES if kept * reduced == b * t * d), None)
+    if cube is None:
+        return None
+    entry = {**entry, "unordered_bytes": TURNED[family] * kept * reduced}
+    if reduced == 1:
+        return entry
+    if (kept, reduced) != cube:
+        return None
+    if family == "turned_sums_norm_backward":  # whose sums along memory read one FP32 tensor, written before
+        return {**entry, "kind": "both" if _both(*cube) else "row"}
+    return {**entry, "kind": "row", "uneven": True}
+
+
+def _both(kept: int, reduced: int) -> bool:
+    """Whether torch.compile sums both ways in one kernel."""
+    return kept * reduced >= 5 * 2**20 and kept >= max(4096, 2 * reduced)
 
 
 def _save(path: Path, rows: list[dict[str, Any]], left_out: list[str]) -> None:

@@ -195,6 +195,7 @@ class Fused:
         read_bytes: Bytes read, each buffer once.
         written_bytes: Bytes written.
         unordered_bytes: Of all these bytes, those that are read or written in another order than they lie in.
+        uneven: A reduction that reads its input across memory, or together with a mask of another shape.
         count: How many such kernels a step runs.
     """
 
@@ -206,20 +207,23 @@ class Fused:
     read_bytes: Dim
     written_bytes: Dim
     unordered_bytes: Dim
+    uneven: bool = False
     count: int = 1
 
     def to_dict(self) -> dict[str, Any]:
         """The kernel as a file holds it."""
         plain = {key: value.to_json() if isinstance(value, Dim) else value for key, value in vars(self).items()}
-        return {key: value for key, value in plain.items() if (key, value) not in (("reduced", 1), ("count", 1))}
+        usual = {"reduced": 1, "unordered_bytes": 0, "uneven": False, "count": 1}
+        return {key: value for key, value in plain.items() if key not in usual or value != usual[key]}
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Fused:
         """The reverse of `to_dict`, of a valid document."""
         sizes = ("kept", "reduced", "read_bytes", "written_bytes", "unordered_bytes")
-        dims = {key: Dim.parse(document.get(key, int(key == "reduced"))) for key in sizes}
-        label, count = document.get("label", ""), document.get("count", 1)
-        return cls(phase=document["phase"], kind=document["kind"], label=label, count=count, **dims)
+        kept, reduced, read, written, unordered = (Dim.parse(document.get(key, int(key == "reduced"))) for key in sizes)
+        uneven, count = document.get("uneven", False), document.get("count", 1)
+        head = document["phase"], document["kind"], document.get("label", "")
+        return cls(*head, kept, reduced, read, written, unordered, uneven, count)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 # Bytes read and written per parameter, bf16 parameters and gradients, state in bf16 too; and of a row's state.
 OPTIMIZERS = {"adamw": (8, 6, 8), "sgd": (4, 2, 0), "sgd_momentum": (6, 4, 4), "adagrad": (6, 4, 4)}
 
+# Of the copy bandwidth, what fused AdamW and SGD reached over 268 and 537 million parameters (middle, most, least):
+# `python -m hil.fused eager` on an H200 that had other work beside, data/h200/eager_ops.json.
+OPTIMIZER_SHARE = (0.45, 0.65, 0.35)
+
 
 @dataclass(frozen=True)
 class Other:
@@ -56,11 +60,11 @@ class Other:
 
 
 def _row(kernel: Fused, batch: int) -> dict[str, Any]:
-    from perfmodel.fused import EXPONENTIAL
+    from perfmodel.fused import instructions_of
 
     sizes = ("kept", "reduced", "read_bytes", "written_bytes", "unordered_bytes")
     values = {name: max(getattr(kernel, name).at(batch), 0) for name in sizes}
-    return {"kind": kernel.kind, **values, "exponential": bool(set(kernel.label.split()) & set(EXPONENTIAL))}
+    return {"kind": kernel.kind, **values, "uneven": kernel.uneven, "instructions": instructions_of(kernel.label.split())}
 
 
 def table_gradient(tables: Iterable[Table], rows: int) -> list[Fused]:
@@ -95,11 +99,14 @@ def table_update(tables: Iterable[Table], batch: int, optimizer: str) -> list[Fu
     return found
 
 
-def optimizer_step(parameters: int, optimizer: str) -> list[Fused]:
-    """One pass over parameters, gradients and state."""
+def optimizer_step(parameters: int, optimizer: str, hardware: HardwareSpec) -> list[Other]:
+    """One pass over parameters, gradients and state, by torch's fused kernels over lists of tensors."""
+    if not parameters:
+        return []
     read, written, _ = OPTIMIZERS[optimizer]
-    sizes = (Dim(parameters), Dim(1), Dim(read * parameters), Dim(written * parameters), Dim(0))
-    return [Fused(OPTIMIZER, "pointwise", optimizer, *sizes)] if parameters else []
+    moved = (read + written) * parameters
+    times = Time(*(moved / (share * hardware.copy_bandwidth_tbs * 1e6) for share in OPTIMIZER_SHARE))
+    return [Other(OPTIMIZER, "optimizer", optimizer, moved, 1, times, True)]
 
 
 def others(kernels: Sequence[Fused], batch: int, model: FusedModel) -> list[Other]:
@@ -122,6 +129,18 @@ def others(kernels: Sequence[Fused], batch: int, model: FusedModel) -> list[Othe
         Other(k.phase, k.kind, k.label, int(size), k.count, Time(*(k.count * end).tolist()), bool(known))
         for k, size, end, known in zip(kernels, moved, ends, times["measured"], strict=True)
     ]
+
+
+# A row's adds follow one another: what power-law ids (12,100 on the hottest of 10,000 rows) took longer than uniform ones,
+# 131,072 ids of 256 elements (`python -m hil.fused compiled --families 'table_gradient*'`, H200).
+CONFLICT_US = 0.012
+
+
+def conflicts(tables: Iterable[Table], batch: int) -> list[Other]:
+    """What gradients lose that meet in the same rows of small tables, ids spread evenly over the rows."""
+    us = sum(CONFLICT_US * table.lookups * batch / table.rows for table in tables)
+    label = "adds to the same rows of tables"
+    return [Other(BACKWARD, "scatter", label, 0, 1, Time(us, 0.5 * us, 2.0 * us), True)] if us > 1 else []
 
 
 def by_kind(found: Iterable[Other], phases: Sequence[str] = (FORWARD, BACKWARD)) -> dict[str, Time]:
@@ -158,6 +177,7 @@ def of_step(spec: ModelSpec, hardware: HardwareSpec, optimizer: str = "adamw") -
     kernels = [
         *spec.fused,
         *table_update(spec.tables, spec.batch, optimizer),
-        *optimizer_step(spec.dense_parameters, optimizer),
     ]
-    return tuple(others(kernels, spec.batch, model))
+    adds = any(kernel.kind == "scatter" for kernel in spec.fused)
+    found = [*others(kernels, spec.batch, model), *(conflicts(spec.tables, spec.batch) if adds else [])]
+    return (*found, *optimizer_step(spec.dense_parameters, optimizer, hardware))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,17 +27,38 @@ Array = npt.NDArray[np.float64]
 
 SCHEMA_VERSION = 1
 KINDS = ("pointwise", "gather", "row", "column", "both", "scatter", "fill")
-COLUMNS = ("kind", "kept", "reduced", "read_bytes", "written_bytes", "unordered_bytes", "exponential")
+COLUMNS = ("kind", "kept", "reduced", "read_bytes", "written_bytes", "unordered_bytes", "uneven", "instructions")
 MANIFEST, MODEL = "fused.json", "fused.ubj.gz"
 LAUNCH_US = 1.0
-# Operators whose evaluation, not their bytes, may bound a kernel.
-EXPONENTIAL = ("exp", "sigmoid", "tanh", "erf", "_softmax", "log", "pow", "log1p", "softplus", "silu", "gelu", "cos", "sin")
+# Instructions that an operator adds to a kernel's element: counted in the sm_90 code that Triton 3.9 makes of libdevice's
+# functions in FP32, less those of a kernel that adds one; slow paths of large arguments not taken. Others count one.
+INSTRUCTIONS = {
+    "exp": 10, "exp2": 10, "sigmoid": 11, "silu": 11, "div": 8, "reciprocal": 8, "tanh": 17, "erf": 30, "gelu": 30, "log": 28,
+    "log1p": 28, "softplus": 38, "sin": 28, "cos": 30, "pow": 58, "_softmax": 10,
+}  # fmt: skip
+AGAIN = 3.0  # a middling value: reductions of 64 to 512 elements took 2 to 10 times their bytes across memory more
+LANES, CLOCK_GHZ = 128, 1.98
+"""FP32 lanes of a multiprocessor and its highest clock (Hopper)."""
+
+
+def instructions_of(operators: Iterable[str]) -> int:
+    """Instructions per element of a kernel, each of its distinct operators once."""
+    return sum(INSTRUCTIONS.get(operator, 1) for operator in set(operators))
 
 
 def baseline_us(rows: pd.DataFrame, hardware: HardwareSpec) -> Array:
-    """A launch, and every byte once at the bandwidth of a copy, in microseconds."""
+    """A launch, and the longer of every byte once at the bandwidth of a copy and of the instructions, in microseconds."""
     moved = (rows["read_bytes"] + rows["written_bytes"]).to_numpy(dtype=np.float64)
-    return moved / (hardware.copy_bandwidth_tbs * 1e6) + LAUNCH_US
+    # Tiles of two dimensions hide the order of memory from pointwise kernels; a reduction reads it again and again.
+    again = rows["kind"].isin(("row", "both", "column")).to_numpy() * rows["unordered_bytes"].to_numpy(dtype=np.float64)
+    moved = (moved + AGAIN * again) / (hardware.copy_bandwidth_tbs * 1e6)
+    return np.maximum(moved, _computing_us(rows, hardware)) + LAUNCH_US
+
+
+def _computing_us(rows: pd.DataFrame, hardware: HardwareSpec) -> Array:
+    elements = rows["kept"].to_numpy(dtype=np.float64) * rows["reduced"].to_numpy(dtype=np.float64)
+    rate = hardware.multiprocessors * LANES * CLOCK_GHZ * 1e3
+    return elements * rows["instructions"].to_numpy(dtype=np.float64) / rate
 
 
 def features(rows: pd.DataFrame, hardware: HardwareSpec) -> tuple[list[str], Array]:
@@ -54,7 +76,7 @@ def features(rows: pd.DataFrame, hardware: HardwareSpec) -> tuple[list[str], Arr
         "written_share": written / moved,
         "unordered_share": unordered / moved,
         "l2_share": np.log2(moved / hardware.l2_bytes),
-        "exponential": rows["exponential"].to_numpy(dtype=np.float64),
+        "uneven": rows["uneven"].to_numpy(dtype=np.float64),
         **{name: (kind == name).astype(np.float64) for name in KINDS},
     }
     return list(columns), np.stack(list(columns.values()), axis=1)
@@ -87,7 +109,8 @@ class FusedModel:
 
         Args:
             rows: The columns of `COLUMNS`: kind, elements kept and elements reduced for each, bytes read, written, and
-                of these read or written across memory; whether it evaluates an exponential or the like.
+                of these read or written across memory; whether it is a reduction of an uneven input (see
+                `loka_sim.modelspec.Fused`), and instructions per element (see `instructions_of`).
 
         Returns:
             Columns `time_us`, `low_us`, `high_us` (a 90% interval) and `measured`: False of a kind that was never measured,

@@ -106,6 +106,6 @@ def fit_fused(batches: Sequence[int], runs: Sequence[dict[str, Lowered]]) -> tup
             kept, reduced, read, written, unordered = (line(batches, pair) for pair in zip(*sizes, strict=True))
             if not kept.per_batch and kept.const and kept.const % TABLE_ROWS == 0 and one.kind in ("fill", "pointwise"):
                 continue
-            kernel = Fused(phase, one.kind, one.label, kept, reduced, read, written, unordered)
+            kernel = Fused(phase, one.kind, one.label, kept, reduced, read, written, unordered, one.uneven)
             found[kernel] = found.get(kernel, 0) + 1
     return [replace(kernel, count=count) for kernel, count in found.items()], ""

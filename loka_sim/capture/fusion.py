@@ -15,6 +15,8 @@ MOST_FUSED = 64  # torch._inductor.config.max_fusion_size
 # torch._inductor.scheduler.MixOrderReduction, torch 2.11 and 2.13.
 BOTH_WAYS_ELEMENTS, BOTH_WAYS_ROWS, BOTH_WAYS_COLUMNS = 5 * 2**20, 4096, 16 * 1024
 BOTH = "both"
+# Operators that say nothing of a kernel.
+UNSAID = {"convert_element_type", "scalar_tensor", "full", "input", ""}
 NEIGHBOURS = 4  # of the readers of one buffer, how many later ones each is tried with
 ALONE = ("gemm", "external", "gather", "fill", "place")
 
@@ -26,11 +28,12 @@ class RawGroup:
     Attributes:
         kind: pointwise, row, column, both (row and column), scatter, fill, external; `gather` where a pointwise kernel looks
             rows up.
-        label: Operators in it, first to last.
+        label: Operators in it.
         space: Elements kept and elements reduced for each of them.
         read_bytes: Distinct bytes read.
         written_bytes: Bytes written.
         unordered_bytes: Of all these, those read or written in another order than they lie.
+        uneven: See `Scheduled.uneven`.
     """
 
     kind: str
@@ -39,6 +42,7 @@ class RawGroup:
     read_bytes: int
     written_bytes: int
     unordered_bytes: int
+    uneven: bool = False
 
 
 @dataclass
@@ -99,6 +103,7 @@ def _both_ways(first: _Group, second: _Group) -> tuple[int, int] | None:
     kept, reduced = row.space
     fits = row.kind == "row" and column.space == (reduced, kept)
     enough = kept * reduced >= BOTH_WAYS_ELEMENTS and kept >= max(BOTH_WAYS_ROWS, 2 * reduced) and reduced <= BOTH_WAYS_COLUMNS
+    enough &= not any(access.turned == ACROSS for loop in row.members for access in loop.reads.values())
     sums = all(loop.label in ("sum", "prod") for loop in column.members if loop.kind == "column")
     return row.space if fits and enough and sums and row.reads & column.reads else None
 
@@ -256,6 +261,7 @@ def _measured(lowered: Lowered, loops: list[Scheduled], number: int, users: dict
         kind = BOTH
     if kind == "pointwise" and any(loop.gathers for loop in loops):
         kind = "gather"
-    label = " ".join(dict.fromkeys(loop.label for loop in loops))
+    label = " ".join(sorted({operator for loop in loops for operator in (*loop.operators, loop.label)} - UNSAID))
+    uneven = any(loop.uneven for loop in loops if loop.kind == "row")
     written = sum(made[buffer] for buffer in kept)
-    return RawGroup(kind, label, space, sum(read.values()), written, turned_writes + sum(read[b] for b in unordered))
+    return RawGroup(kind, label, space, sum(read.values()), written, turned_writes + sum(read[b] for b in unordered), uneven)

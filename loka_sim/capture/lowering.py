@@ -65,6 +65,7 @@ BAGS = {
     "_embedding_bag_dense_backward": ("scatter", (0, 1, 2), 1),
     "embedding_dense_backward": ("scatter", (0, 1), 1),
 }
+SECTOR_BYTES = 32  # what a GPU fetches at least
 TURNED, ACROSS = 1, 2
 Reads = dict[tuple[int, str], Access]
 """By buffer, and by which part of it (empty: all of it)."""
@@ -76,11 +77,13 @@ class Scheduled:
 
     Attributes:
         label: The aten operator that ends it.
+        operators: All that are computed in it.
         kind: pointwise, row (reduces along memory), column (across it), scatter, fill, gemm, external.
         space: Elements kept and elements reduced for each of them.
         reads: What it reads.
         writes: Bytes of each buffer that it makes.
         gathers: It reads at indices that data decide.
+        uneven: A reduction that reads something across memory, or one element for several of its own, as a mask.
     """
 
     label: str
@@ -89,6 +92,8 @@ class Scheduled:
     reads: Reads
     writes: dict[int, int]
     gathers: bool = False
+    uneven: bool = False
+    operators: frozenset[str] = frozenset()
 
     @property
     def turns(self) -> bool:
@@ -110,6 +115,7 @@ class _Root:
     itemsize: int
     label: str
     reads: Reads = field(default_factory=dict)
+    operators: frozenset[str] = frozenset()
     operations: int = 0
     gathers: bool = False
     buffer: int | None = None
@@ -121,6 +127,7 @@ class _View:
     part: str
     numel: int
     whole: bool
+    spread: int = 1  # of the memory that is fetched in pieces of `SECTOR_BYTES`, one part in so many is used
 
 
 @dataclass
@@ -208,31 +215,38 @@ class Lowering:
     def _reads(self, view: _View, turned: int = 0) -> Reads:
         root = view.root
         if root.buffer is not None:
-            size = min(view.numel * root.itemsize, self.result.sizes[root.buffer])
+            size = min(view.numel * root.itemsize * view.spread, self.result.sizes[root.buffer])
             return {(root.buffer, view.part): Access(size, view.whole, turned)}
         share = min(1.0, view.numel / max(root.numel, 1))
-        return {
-            (buffer, part or (view.part if share < 1 else "")): Access(
-                math.ceil(access.read_bytes * share),
-                access.whole and view.whole,
-                0 if access.turned == turned else max(access.turned, turned),
-            )
-            for (buffer, part), access in root.reads.items()
-        }
+        found = {}
+        for (buffer, part), access in root.reads.items():
+            size = math.ceil(access.read_bytes * share)
+            if share < 1 and access.turned == ACROSS:  # a part along what lies closest: every sector, for few of its elements
+                size = min(access.read_bytes, size * SECTOR_BYTES // root.itemsize)
+            order = 0 if access.turned == turned else max(access.turned, turned)
+            found[buffer, part or (view.part if share < 1 else "")] = Access(size, access.whole and view.whole, order)
+        return found
 
     def _realize(self, view: _View) -> int:
         root = view.root
         if root.buffer is None:
             kind = "pointwise" if root.reads or root.label not in FILLS else "fill"
             root.buffer = self._buffer(root.numel * root.itemsize)
-            self._schedule(root.label, kind, (root.numel, 1), root.reads, [root.buffer], root.gathers)
+            self._schedule(root.label, kind, (root.numel, 1), root.reads, [root.buffer], root.gathers, root.operators)
         return root.buffer
 
     def _schedule(
-        self, label: str, kind: str, space: tuple[int, int], reads: Reads, made: Iterable[int], gathers: bool = False
+        self,
+        label: str,
+        kind: str,
+        space: tuple[int, int],
+        reads: Reads,
+        made: Iterable[int],
+        gathers: bool = False,
+        operators: frozenset[str] = frozenset(),
     ) -> None:
         writes = {buffer: self.result.sizes[buffer] for buffer in made}
-        self.result.scheduled.append(Scheduled(label, kind, space, dict(reads), writes, gathers))
+        self.result.scheduled.append(Scheduled(label, kind, space, dict(reads), writes, gathers, False, operators | {label}))
 
     def _made(self, node: fx.Node) -> list[int]:
         """Buffers for every tensor that a node returns, which is written at once."""
@@ -298,12 +312,14 @@ class Lowering:
         whole = name in WHOLE_VIEWS or (name == "expand" and _trailing(value))
         numel = min(source.numel, distinct(value))
         part = node.name if numel < source.numel else source.part
-        self._views[node] = view = _View(source.root, part, numel, source.whole and whole)
+        step = min((step for size, step in zip(value.shape, value.stride(), strict=True) if size > 1 and step), default=1)
+        spread = max(source.spread, min(step, SECTOR_BYTES // value.element_size()), 1)
+        self._views[node] = view = _View(source.root, part, numel, source.whole and whole, spread)
         self._used_often(node, view)
 
     def _pointwise(self, node: fx.Node, name: str, value: torch.Tensor) -> None:
         root = self._root(value, name)
-        root.operations = 1
+        root.operations, root.operators = 1, frozenset({name})
         source = node.args[GATHERS[name]] if name in GATHERS else None
         for view, turned in self._inputs(node):
             gathered = isinstance(source, fx.Node) and view in self._all(source)
@@ -314,8 +330,7 @@ class Lowering:
                     access = Access(root.numel * view.root.itemsize, False)
                 _add(root.reads, key, access)
             if view.root.buffer is None:
-                root.operations += view.root.operations
-                root.gathers |= view.root.gathers
+                _inline(root, view.root)
         root.gathers |= name in GATHERS
         self._views[node] = view = _View(root, "", root.numel, True)
         self._used_often(node, view)
@@ -331,12 +346,13 @@ class Lowering:
     def _reduction(self, node: fx.Node, name: str) -> None:
         source = self._input(node)
         (view, *_) = self._all(node.args[0])  # type: ignore[arg-type]
-        reads, gathers = self._reads(view), view.root.gathers
+        reads, inside = self._reads(view), view.root if view.root.buffer is None else _Root(1, 1, name)
         made = self._made(node)
         value = value_of(node)
         kept = max((value[0] if isinstance(value, tuple | list) else value).numel(), 1)
         kind = "row" if _along_memory(node, source) else "column"
-        self._schedule(name, kind, (kept, max(source.numel() // kept, 1)), reads, made, gathers and view.root.buffer is None)
+        self._schedule(name, kind, (kept, max(source.numel() // kept, 1)), reads, made, inside.gathers, inside.operators)
+        self.result.scheduled[-1].uneven = any(not read.whole or read.turned == ACROSS for read in reads.values())
 
     def _library(self, node: fx.Node, kind: str) -> None:
         reads: Reads = {}
@@ -404,8 +420,7 @@ class Lowering:
                 for (buffer, part), access in self._reads(view, turned).items():
                     _add(root.reads, (buffer, part), Access(access.read_bytes, False, access.turned))
                 if view.root.buffer is None:
-                    root.operations += view.root.operations
-                    root.gathers |= view.root.gathers
+                    _inline(root, view.root)
             self._views[node] = view = _View(root, "", root.numel, True)
             self._used_often(node, view)
             return
@@ -413,8 +428,9 @@ class Lowering:
         for view, turned in parts:
             piece = self._buffer(view.numel * root.itemsize)
             made.append(piece)
-            gathers = view.root.gathers and view.root.buffer is None
-            self._schedule("cat", "pointwise", (view.numel, 1), self._reads(view, turned), [piece], gathers)
+            inside = view.root if view.root.buffer is None else _Root(1, 1, "cat")
+            reads, operators = self._reads(view, turned), inside.operators
+            self._schedule("cat", "pointwise", (view.numel, 1), reads, [piece], inside.gathers, operators)
         root.buffer = self._buffer(root.numel * root.itemsize)
         reads = {(piece, ""): Access(0, False) for piece in made}
         self.result.scheduled.append(Scheduled("cat", "place", (0, 0), reads, {root.buffer: 0}))
@@ -426,6 +442,13 @@ class Lowering:
             reads |= self._reads(view)
         made = self._made(node)
         self._schedule("copy_", "pointwise", (value_of(node).numel(), 1), reads, made)
+
+
+def _inline(root: _Root, inside: _Root) -> None:
+    """Compute a result that is not written inside another one."""
+    root.operations += inside.operations
+    root.operators |= inside.operators
+    root.gathers |= inside.gathers
 
 
 def _add(reads: Reads, key: tuple[int, str], access: Access) -> None:
