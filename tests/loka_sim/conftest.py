@@ -19,8 +19,9 @@ class MadeUpTimes:
     """Stands for `perfmodel.PerfModel`: a launch cost and a throughput per kind of kernel, and a fixed interval."""
 
     hardware = types.SimpleNamespace(
-        name="h200", capability=(9, 0), peak_bf16_tflops=780.0, peak_fp8_tflops=1370.0, copy_bandwidth_tbs=4.3
-    )
+        name="h200", capability=(9, 0), peak_bf16_tflops=780.0, peak_fp8_tflops=1370.0, copy_bandwidth_tbs=4.3,
+        l2_bytes=62_914_560, multiprocessors=132,
+    )  # fmt: skip
     fingerprint = "made-up"
     manifest: ClassVar = {
         "command": "none",
