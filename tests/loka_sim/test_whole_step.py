@@ -1,0 +1,118 @@
+"""The whole step: what stands beside the GEMMs, added up, and held to steps measured on an H200."""
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from loka_sim.dispatch.cost import Time
+from loka_sim.dispatch.steps import diluted, whole
+from loka_sim.modelspec import Table
+from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE
+from loka_sim.whatif import whatif
+from loka_sim.whole_step import CONFLICT_US, by_kind, conflicts, of_step, optimizer_step, table_gradient, table_update
+from perfmodel import hardware
+from perfmodel.data_folder import data_folder
+
+H200 = hardware.load("h200")
+TABLES = (Table("large", 40_000_000, 128, lookups=1.0), Table("small", 10, 64, lookups=2.0))
+
+
+@pytest.fixture(scope="module")
+def answer():
+    return whatif("wukong-small", batch=4096)
+
+
+def test_tables_gradients_are_filled_in_fp32_and_cast():
+    fill, cast, *_ = table_gradient(TABLES, 10_000)
+    assert (fill.phase, fill.kind, fill.written_bytes.at(1)) == (BACKWARD, "fill", 4 * 10_000 * 128)
+    assert (cast.read_bytes.at(1), cast.written_bytes.at(1)) == (4 * 10_000 * 128, 2 * 10_000 * 128)
+
+
+def test_an_update_touches_the_rows_that_were_looked_up():
+    large, small = table_update(TABLES, 2048, "sgd")
+    assert large.phase == TABLE_UPDATE
+    assert large.read_bytes.at(1) == 4 * 2048 * 128  # gradient and row
+    assert small.kept.at(1) == 10 * 64  # at most the table
+
+
+def test_adds_to_the_same_row_wait_for_each_other():
+    (meeting,) = conflicts(TABLES, 2048)
+    assert meeting.time.us == pytest.approx(CONFLICT_US * 2 * 2048 / 10, rel=1e-3)
+    assert conflicts(TABLES[:1], 2048) == []
+
+
+def test_the_optimizer_reads_and_writes_parameters_and_state():
+    (adamw,) = optimizer_step(10**9, "adamw", H200)
+    assert (adamw.phase, adamw.moved_bytes) == (OPTIMIZER, 14 * 10**9)
+    assert adamw.time.us == pytest.approx(14e9 / (0.45 * H200.copy_bandwidth_tbs * 1e6))
+    assert optimizer_step(0, "adamw", H200) == []
+
+
+def test_a_whole_step_is_its_gemms_and_the_rest(answer):
+    rest = sum(time.us for time in by_kind(answer.others).values())
+    assert rest == pytest.approx(sum(o.time.us for o in answer.others if o.phase in (FORWARD, BACKWARD)))
+    for step in answer.steps:
+        assert step.whole.us == pytest.approx(step.gemm_us + rest)
+        assert step.whole.low_us < step.whole.us < step.whole.high_us
+        assert step.whole_speedup.us == pytest.approx(answer.steps[0].whole.us / step.whole.us)
+        assert step.whole_speedup.low_us <= step.whole_speedup.us <= step.whole_speedup.high_us
+
+
+def test_what_is_the_same_on_both_sides_draws_a_speedup_to_one():
+    ratio = Time(1.5, 1.4, 1.6)
+    found = diluted(ratio, 100.0, {"row": Time(100.0, 90.0, 120.0)})
+    assert found.us == pytest.approx((150 + 100) / (100 + 100))
+    assert found.low_us > 1.1 and found.high_us < 1.4
+    assert diluted(ratio, 100.0, {}) == pytest.approx(ratio)
+
+
+def test_errors_of_a_kind_add_and_those_of_kinds_do_not():
+    total = whole(Time(10.0, 10.0, 10.0), {"row": Time(5.0, 2.0, 8.0), "fill": Time(5.0, 1.0, 9.0)})
+    assert total == pytest.approx((20.0, 15.0, 25.0))
+
+
+def test_kernels_scale_with_the_batch(answer):
+    half = whatif("wukong-small", batch=2048)
+    assert sum(o.count * o.moved_bytes for o in half.others) == pytest.approx(
+        0.5 * sum(o.count * o.moved_bytes for o in answer.others), rel=0.1
+    )
+
+
+def test_the_document_and_the_timeline_hold_every_kernel(answer):
+    document = answer.to_dict()
+    assert len(document["others"]) == len(answer.others)
+    assert document["steps"][-1]["whole_us"] == pytest.approx(answer.steps[-1].whole.us, rel=1e-5)
+    assert answer.timelines["bf16"].total_us == pytest.approx(
+        answer.steps[0].gemm_us + sum(other.time.us for other in answer.others), rel=1e-3
+    )
+
+
+def test_a_specification_without_kernels_has_a_dense_step_alone(answer):
+    bare = replace(answer.spec, fused=(), untraced="RuntimeError: shapes depend on data")
+    assert of_step(bare, H200) == ()
+    other = whatif(bare)
+    assert other.steps[0].whole is None and "whole_us" not in other.to_dict()["steps"][0]
+    said = " ".join(text["text"] for text in other.to_dict()["statements"])
+    assert "whole step is not predicted" in said and "shapes depend on data" in said
+
+
+def test_measured_steps_lie_within_a_tenth_of_the_predicted_on_average():
+    """Steps that ran on an H200; every speedup's sign must be right."""
+    path = Path(__file__).parents[2] / "benchmarks" / "whole_step.py"
+    spec = importlib.util.spec_from_file_location("whole_step_benchmark", path)
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    steps = json.loads((data_folder() / "h200" / "step_profiles.json").read_text())["steps"]
+    errors, answers = [], {}
+    for step in steps:
+        found = benchmark.predicted(step["model"], step["batch"], answers)
+        errors.append(abs(found[step["variant"]][0] / step["kernels_ms"] - 1))
+        base = next((s for s in steps if (s["model"], s["batch"], s["variant"]) == (step["model"], step["batch"], "bf16")), None)
+        if base is not None and base is not step:
+            measured, predicted = base["kernels_ms"] / step["kernels_ms"], found["bf16"][0] / found[step["variant"]][0]
+            assert (measured > 1) == (predicted > 1), step
+    assert sum(errors) / len(errors) < 0.10
+    assert max(errors) < 0.20

@@ -1,0 +1,86 @@
+"""Times of memory-bound kernels from what they move."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from perfmodel import fused
+from perfmodel.data_folder import data_folder
+
+MODEL = fused.load()
+BANDWIDTH = MODEL.hardware.copy_bandwidth_tbs * 1e6  # bytes per microsecond
+
+
+def kernel(kind="pointwise", kept=2**26, reduced=1, read=2**27, written=2**27, unordered=0, uneven=False, instructions=1):
+    return dict(zip(fused.COLUMNS, (kind, kept, reduced, read, written, unordered, uneven, instructions), strict=True))
+
+
+def times(*rows) -> pd.DataFrame:
+    return MODEL.predict(pd.DataFrame(list(rows)))
+
+
+def test_a_large_copy_runs_at_the_measured_bandwidth():
+    (time,) = times(kernel())["time_us"]
+    assert time == pytest.approx(64.0, rel=0.05)  # a relu of 2**26 elements, family sum1 of fused.parquet
+
+
+def test_twice_the_bytes_take_twice_the_time_beyond_the_cache():
+    sizes = [2**27, 2**28, 2**29]
+    found = times(*(kernel(kept=size // 2, read=size, written=size) for size in sizes))["time_us"].to_numpy()
+    assert np.allclose(found[1:] / found[:-1], 2, rtol=0.08)
+
+
+def test_a_launch_takes_about_a_microsecond():
+    (time,) = times(kernel(kept=64, read=128, written=128))["time_us"]
+    assert 0.5 < time < 2.5
+
+
+def test_reductions_that_read_across_memory_are_slower_and_pointwise_kernels_hardly():
+    norm = {"kind": "row", "kept": 2**19, "reduced": 128, "read": 2**28, "written": 2**28}
+    straight, across = times(kernel(**norm), kernel(**norm, unordered=2**27, uneven=True))["time_us"]
+    assert across > 1.5 * straight
+    straight, across = times(kernel(), kernel(unordered=2**27))["time_us"]
+    assert across < 1.2 * straight
+
+
+def test_many_instructions_bound_a_kernel_whatever_it_moves():
+    """134 million elements of 200 instructions: 132 multiprocessors issue 128 lanes at 1.98 GHz."""
+    (time,) = times(kernel(kept=2**27, read=2**28, written=2**28, instructions=200))["time_us"]
+    assert time == pytest.approx(2**27 * 200 / (132 * 128 * 1.98e3), rel=0.25)
+    assert fused.instructions_of(["sin", "cos", "mul", "sin"]) == 28 + 30 + 1
+
+
+def test_a_kind_that_nobody_measured_is_timed_by_its_bytes_and_says_so():
+    found = times(kernel("external"), kernel())
+    assert found["measured"].tolist() == [False, True]
+    assert found["time_us"][0] == pytest.approx(2**28 / BANDWIDTH + fused.LAUNCH_US)
+    assert found["high_us"][0] == pytest.approx(3 * found["time_us"][0])
+
+
+def test_intervals_hold_the_time_and_the_order_of_the_rows():
+    rows = [kernel(kept=2**n // 2, read=2**n, written=2**n) for n in (27, 12, 20)]
+    found = times(*rows)
+    assert (found["low_us"] <= found["time_us"]).all() and (found["time_us"] <= found["high_us"]).all()
+    assert found["time_us"].rank().tolist() == [3, 1, 2]
+
+
+def test_held_out_accuracy_is_written_beside_the_trees():
+    kinds = json.loads((data_folder() / "h200" / "models" / fused.MANIFEST).read_text())["kinds"]
+    assert kinds["pointwise"]["mape"] < 0.06 and abs(kinds["pointwise"]["sum"]) < 0.02
+    assert kinds["row"]["mape"] < 0.15 and kinds["column"]["mape"] < 0.12
+
+
+def test_measured_intervals_cover_what_is_fitted():
+    rows = pd.read_parquet(data_folder() / "h200" / "fused.parquet")
+    found = MODEL.predict(rows)
+    inside = (rows["p50_us"] >= found["low_us"]) & (rows["p50_us"] <= found["high_us"])
+    assert inside.mean() > 0.85
+
+
+def test_wrong_frames_and_hardware_are_named():
+    with pytest.raises(ValueError, match="lacks the columns.*kept"):
+        MODEL.predict(pd.DataFrame({"kind": ["row"]}))
+    with pytest.raises(ValueError, match="no data"):
+        fused.load("tpu")
