@@ -31,7 +31,7 @@ Result = tuple[torch.Tensor, torch.Tensor]
 
 
 def quantize(x: torch.Tensor, scaling: str) -> Result:
-    """e4m3 (rows, columns) and its scales, in one pass; tensorwise in two.
+    """e4m3 (rows, columns) and its scales, in one launch; tensorwise reads again what the chip could not hold.
 
     Args:
         x: (rows, columns) on the GPU; 128 divides columns (and rows) where blocks have the scales.
