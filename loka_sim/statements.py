@@ -10,6 +10,7 @@ from loka_sim.dispatch.candidates import launches
 from loka_sim.dispatch.decide import flat
 from loka_sim.dispatch.operands import DEFAULT_LIBRARIES
 from loka_sim.step_document import in_words
+from loka_sim.whole_step import called_us
 from perfmodel.kernels import KERNELS
 
 if TYPE_CHECKING:
@@ -108,6 +109,11 @@ def _step(answer: WhatIf) -> Iterable[Statement]:
     if answer.others:
         yield "note", (f"{dense} Whole: every kernel of the compiled forward and backward as one CUDA graph, in bf16 but for "
                        "what FP8 takes; tables' rows updated in place; update with AdamW in bf16.")  # fmt: skip
+        gemms = sum(len(site.passes) for site in answer.sites)
+        whole, called = answer.decision.whole, called_us(answer.others, gemms)
+        if whole is not None and called > whole.us:
+            yield "warning", (f"Without a CUDA graph the host is the bound: it launches the step's kernels in some {called:,.0f} "
+                              "us, the GPU runs them in less, and no kernel's gain is seen.")  # fmt: skip
         unknown = [other for other in answer.others if not other.measured]
         if unknown:
             labels = ", ".join(dict.fromkeys(other.label for other in unknown))

@@ -90,6 +90,14 @@ def test_the_document_and_the_timeline_hold_every_kernel(answer):
     )
 
 
+def test_a_small_model_is_bound_by_its_host_without_a_graph(answer):
+    def warned(what):
+        return any("CUDA graph the host is the bound" in entry["text"] for entry in what.to_dict()["statements"])
+
+    assert warned(answer)
+    assert not warned(whatif("wukong-production", batch=2048))
+
+
 def test_a_specification_without_kernels_has_a_dense_step_alone(answer):
     bare = replace(answer.spec, fused=(), untraced="RuntimeError: shapes depend on data")
     assert of_step(bare, H200) == ()

@@ -1,0 +1,67 @@
+"""Measured fused kernels as a table: which kernel is what, with which bytes."""
+
+import pytest
+
+from hil.fused import CUBES, MATRICES, tabulated
+
+
+def row(family, kernel, sizes, read, written, operators=("aten.add.Tensor",), problem=""):
+    return {
+        "family": family, "kernel": kernel, "sizes": sizes, "read_bytes": read, "written_bytes": written,
+        "operators": dict.fromkeys(operators, 1), "problem": problem, "time_us": 10.0,
+    }  # fmt: skip
+
+
+def one(*arguments, **named):
+    (entry,) = tabulated([row(*arguments, **named)]).to_dict("records")
+    return entry
+
+
+def test_a_pointwise_kernel_keeps_torch_compiles_bytes():
+    entry = one("sum2", "triton_poi_fused_add_0", {"x": 1024, "r0_": 1}, 4096, 2048, ("aten.add.Tensor", "aten.exp.default"))
+    assert (entry["kind"], entry["kept"], entry["reduced"]) == ("pointwise", 1024, 1)
+    assert (entry["read_bytes"], entry["written_bytes"], entry["unordered_bytes"]) == (4096, 2048, 0)
+    assert entry["instructions"] == 10 + 1
+
+
+def test_a_concatenation_reads_what_it_writes():
+    """torch.compile counts each part as long as the whole."""
+    assert one("cat", "triton_poi_fused_cat_0", {"x": 1024, "r0_": 1}, 4096, 2048)["read_bytes"] == 2048
+
+
+def test_look_ups_and_adds_count_the_rows_not_the_table():
+    entry = one("lookup26x64", "triton_poi_fused_embedding_1", {"x": 1024, "r0_": 1}, 10**6, 2048)
+    assert (entry["kind"], entry["read_bytes"]) == ("gather", 2048)
+    entry = one("table_gradient_uniform", "triton_poi_fused_embedding_dense_backward_1", {"y": 8, "x": 128}, 10**6, 4096)
+    assert (entry["kind"], entry["read_bytes"], entry["written_bytes"]) == ("scatter", 6 * 1024, 4 * 1024)
+
+
+def test_norms_of_turned_operands_read_across_memory():
+    batch, tokens, dim = CUBES[0]
+    elements = batch * tokens * dim
+    sizes = {"x": batch * tokens, "r0_": dim}
+    entry = one("turned_norm", "triton_red_fused_0", sizes, 4 * elements, 4 * elements)
+    assert (entry["kind"], entry["unordered_bytes"], entry["uneven"]) == ("row", 2 * elements, True)
+    entry = one("turned_sums_norm_backward", "triton_per_fused_0", sizes, 14 * elements, 2 * elements)
+    assert (entry["kind"], entry["unordered_bytes"], entry["uneven"]) == ("both", 4 * elements, False)
+
+
+@pytest.mark.parametrize(
+    ("family", "kernel", "sizes", "problem"),
+    [
+        ("mask_and_sum", "triton_red_fused_sum_1", {"x": 2048, "r0_": 128}, ""),  # a stage of a sum over rows
+        ("sum2", "void at::native::vectorized_elementwise_kernel", {}, ""),
+        ("sum2", "triton_poi_fused_add_0", {"x": 16}, "AttributeError: numels"),
+    ],
+)
+def test_what_is_no_kernel_of_known_bytes_is_left_out(family, kernel, sizes, problem):
+    assert tabulated([row(family, kernel, sizes, 64, 64, problem=problem)]).empty
+
+
+def test_a_norms_gradient_is_one_kernel_both_ways_where_it_is_large():
+    large = next((m, n) for m, n in MATRICES if (m, n) == (524288, 128))
+    elements = large[0] * large[1]
+    entry = one("norm_backward", "triton_per_fused_0", {"x": large[0], "r0_": large[1]}, 4 * elements, 2 * elements)
+    assert entry["kind"] == "both"
+    entry = one("norm_backward", "triton_per_fused_1", {"x": 2048, "r0_": 512}, 4 * 2**20, 2 * 2**20)
+    assert entry["kind"] == "row"
