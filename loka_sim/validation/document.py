@@ -122,8 +122,9 @@ def step_part(step: dict[str, Any] | None, before: WhatIf, after: WhatIf) -> dic
     if not step or "bf16" not in step["medians"]:
         return None
     lost, passes = given_up(after)
-    predicted = [{s.name: s.speedup for s in answer.steps} for answer in (before, after)]
-    slower = [1.0, after.decision.total.us / (after.decision.total.us + lost)]
+    predicted = [{s.name: s.whole_speedup or s.speedup for s in answer.steps} for answer in (before, after)]
+    decided = (after.decision.whole or after.decision.total).us
+    slower = [1.0, decided / (decided + lost)]
     bf16 = step["medians"]["bf16"]["p50_ms"]
     variants = []
     for name, found in step["medians"].items():
@@ -141,9 +142,9 @@ def step_part(step: dict[str, Any] | None, before: WhatIf, after: WhatIf) -> dic
     notes = [step["note"]] if step["note"] else []
     if passes:
         notes.insert(0, f"torchao runs {passes} passes otherwise than decided, {lost:.0f} us a step slower as predicted")
-    return {
-        "variants": variants, "predicted_bf16_ms": after.steps[0].total.us / 1e3, "note": "; ".join(notes) or None,
-    }  # fmt: skip
+    whole = after.steps[0].whole
+    predicted_ms = None if whole is None else whole.us / 1e3
+    return {"variants": variants, "predicted_bf16_ms": predicted_ms, "note": "; ".join(notes) or None}
 
 
 def given_up(answer: WhatIf) -> tuple[float, int]:

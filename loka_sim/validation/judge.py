@@ -29,6 +29,8 @@ MOST_DECIDED_GAP = 0.05
 MOST_REGRET = 0.01
 MOST_SQNR_GAP_DB = 1.0
 MOST_SPEEDUP_GAP = 0.05
+# Of a step that a compiler fuses as it likes.
+MOST_STEP_GAP = 0.10
 LIMITS = {
     "gemm": ("GEMM", MOST_GEMM_MAPE),
     "quantize": ("quantization", MOST_QUANTIZE_MAPE),
@@ -149,6 +151,11 @@ def tolerances(
         off = None if decided is None else abs(decided["speedup"] / decided["predicted_after"]["speedup"] - 1)
     label = "step's speedup, gap to the prediction"
     result.append(_tolerance("speedup_gap", label, off, MOST_SPEEDUP_GAP, "share", True))
+    bf16 = next((v["measured_ms"] for v in step["variants"] if v["name"] == "bf16"), None) if step else None
+    ms = step["predicted_bf16_ms"] if step else None
+    off = abs(ms / bf16 - 1) if bf16 and ms else None
+    worst = [f"{ms:.2f} ms predicted, {bf16:.2f} ms measured"] if bf16 and ms else []
+    result.append(_tolerance("step_gap", "whole step in bf16, gap to the prediction", off, MOST_STEP_GAP, "share", True, worst))
     return result
 
 

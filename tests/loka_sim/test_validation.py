@@ -202,7 +202,10 @@ def test_the_exported_step_is_predicted_as_torchao_runs_it():
     lost, passes = given_up(answer)
     by_name = {variant["name"]: variant for variant in part["variants"]}
     assert by_name["decision"]["speedup"] == 1.25
-    bf16, decided = answer.steps[0].total.us, answer.decision.total.us
+    bf16, decided = answer.steps[0].whole.us, answer.decision.whole.us
+    assert part["predicted_bf16_ms"] == pytest.approx(bf16 / 1e3)
+    off = {entry["name"]: entry for entry in judge.tolerances(None, None, None, part)}["step_gap"]
+    assert off["value"] == pytest.approx(abs(bf16 / 1e5 - 1)) and off["ok"] == (off["value"] <= 0.1)
     assert by_name["decision"]["predicted_after"]["speedup"] == pytest.approx(bf16 / (decided + lost), rel=1e-3)
     assert by_name["decision"]["predicted_before"]["speedup"] == pytest.approx(bf16 / decided, rel=1e-3)
     assert bool(passes) == bool(part["note"])
