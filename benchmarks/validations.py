@@ -86,10 +86,11 @@ def steps(documents: Sequence[dict[str, Any]]) -> str:
         minutes = sum(stage["seconds"] for stage in document["stages"]) / 60
         asked = f"{minutes:.1f} of {document['settings']['minutes']:g}"
         if step is None:
-            rows.append([name_of(document), asked, *["–"] * (1 + 2 * len(VARIANTS))])
+            rows.append([name_of(document), asked, *["–"] * (2 + 2 * len(VARIANTS))])
             continue
         by_name = {variant["name"]: variant for variant in step["variants"]}
-        cells = [name_of(document), asked, f"{by_name['bf16']['measured_ms']:.2f}"]
+        whole = step["predicted_bf16_ms"]
+        cells = [name_of(document), asked, f"{by_name['bf16']['measured_ms']:.2f}", "–" if whole is None else f"{whole:.2f}"]
         for name in VARIANTS:
             variant = by_name.get(name)
             if variant is None:
@@ -99,7 +100,7 @@ def steps(documents: Sequence[dict[str, Any]]) -> str:
             cells += [f"{variant['speedup']:.2f}x", f"{after['speedup']:.2f}x [{after['low']:.2f}, {after['high']:.2f}]"]
         rows.append(cells)
     labels = {"decision": "decision", "filter_tensorwise": "torchao filter", "naive_tensorwise": "all FP8"}
-    head = ["step", "minutes", "bf16 ms", *(text for name in VARIANTS for text in (labels[name], "predicted"))]
+    head = ["step", "minutes", "bf16 ms", "predicted", *(text for name in VARIANTS for text in (labels[name], "predicted"))]
     return markdown(head, rows)
 
 
