@@ -85,7 +85,7 @@ HEAD = f"{'':38s} {'n':>5s} {'MAPE':>6s} {'median':>7s} {'p90':>6s} {'worst':>6s
 
 
 def accuracy_table(rows: pd.DataFrame, predicted: Array, bounds: Array, title: str) -> None:
-    """Per kernel, and the choice among all GEMM kernels."""
+    """Per kernel, and the choice among GEMM kernels."""
     print(f"\n{title}\n{HEAD}")
     measured = rows["p50_us"].to_numpy()
     for name in (name for name in KERNELS if (rows["kernel"] == name).any()):
@@ -93,11 +93,12 @@ def accuracy_table(rows: pd.DataFrame, predicted: Array, bounds: Array, title: s
         fp8 = name in GEMM_KERNELS and KERNELS[name].is_fp8
         regret = choice_regret(rows, predicted, ("torch/bf16", name)) if fp8 else None
         print(line(name, accuracy(measured[mine], predicted[mine], bounds[mine]), regret))
-    if regret := choice_regret(rows, predicted):
-        print(
-            f"choice of any GEMM kernel, {regret['shapes']} shapes: right {regret['right']:.1%}, regret {regret['geomean']:.2%}, "
-            f"p90 {regret['p90']:.1%}, worst {regret['worst']:.0%}"
-        )
+    for whose, kernels in (("torch's GEMMs", fit.TORCH_GEMMS), ("all libraries' GEMMs", GEMM_KERNELS)):
+        if regret := choice_regret(rows, predicted, kernels):
+            print(
+                f"choice of {whose}, {regret['shapes']} shapes: right {regret['right']:.1%}, regret {regret['geomean']:.2%}, "
+                f"p90 {regret['p90']:.1%}, worst {regret['worst']:.0%}"
+            )
 
 
 def coverage(data: Data) -> None:

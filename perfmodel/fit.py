@@ -40,7 +40,7 @@ from perfmodel.held_out import (
     repeat_difference,
 )
 from perfmodel.judge import SHAPE
-from perfmodel.kernels import KERNELS
+from perfmodel.kernels import GEMM_KERNELS, KERNELS
 from perfmodel.learn import Learned, learn_first, predict, train
 from perfmodel.model import SCHEMA_VERSION, columns_of, model_file, network_file, read_spec, size_class
 
@@ -48,6 +48,7 @@ __all__ = ["FOLDS", "SHAPE", "fit", "folds_of", "judge", "predict", "read_launch
 
 # Sweeps whose shapes no fitted row may have, and what the manifest calls what they judge.
 NEVER_SEEN = {"zoo": "held_out_models", "blind": "held_out_blind"}
+TORCH_GEMMS = tuple(name for name in GEMM_KERNELS if KERNELS[name].library == "torch")
 HELD_OUT_SWEEPS = (*NEVER_SEEN, "repeat")
 # A kernel with fewer rows is left out.
 LEAST_ROWS_FIT = 60
@@ -116,7 +117,8 @@ def judge(
     measured = rows["p50_us"].to_numpy()
     return {
         "kernels": {kernel: accuracy(measured[i], predicted[i], bounds[i]) for kernel, i in by_kernel.items()},
-        "gemm_choice": choice_regret(rows, predicted),
+        "gemm_choice": choice_regret(rows, predicted, TORCH_GEMMS),
+        "gemm_choice_all_libraries": choice_regret(rows, predicted),
         "coverage": accuracy(measured, predicted, bounds)["coverage"],
     }
 
@@ -191,7 +193,8 @@ def fit(
         }
     factors = {kernel: entry["interval_factors"] for kernel, entry in kernels.items()}
     judged = {
-        "choice_regret": choice_regret(timings, predicted),
+        "choice_regret": choice_regret(timings, predicted, TORCH_GEMMS),
+        "choice_regret_all_libraries": choice_regret(timings, predicted),
         **{key: judge(everything[everything["sweep"] == sweep], learned, factors, hardware) for sweep, key in NEVER_SEEN.items()},
         "repeat_on_another_machine": repeat_difference(everything),
     }
@@ -239,9 +242,13 @@ def table(manifest: dict[str, Any]) -> str:
         )
     if "coverage" in models:
         lines.append(f"Of the held-out models' measurements, {models['coverage']:.1%} lie inside their 90% intervals.")
-    for what, regret in (("shapes", manifest.get("choice_regret")), ("models", models.get("gemm_choice"))):
+    for what, regret in (
+        ("torch's GEMMs, held-out shapes", manifest.get("choice_regret")),
+        ("torch's GEMMs, held-out models", models.get("gemm_choice")),
+        ("all libraries', held-out models", models.get("gemm_choice_all_libraries")),
+    ):
         if regret:
-            lines.append(_choice_line(f"GEMM choice, held-out {what}", regret))
+            lines.append(_choice_line(f"Choice of {what}", regret))
     if missing := manifest.get("not_measured"):
         lines.append(f"Not measured in these timings: {', '.join(missing)}.")
     return "\n".join(lines)
