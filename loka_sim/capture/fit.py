@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from loka_sim.capture.fusion import kernels, measured
-from loka_sim.capture.lowering import Lowered
+from loka_sim.capture.loops import Lowered
 from loka_sim.capture.record import RawGemm, RawSite
 from loka_sim.capture.trace import TABLE_ROWS
 from loka_sim.modelspec import PASSES, Dim, Fused, Gemm, Site

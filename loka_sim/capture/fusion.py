@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from loka_sim.capture.lowering import ACROSS, Lowered, Scheduled
+from loka_sim.capture.loops import ACROSS, Lowered, Scheduled
 
 MOST_FUSED = 64  # torch._inductor.config.max_fusion_size
 # torch._inductor.scheduler.MixOrderReduction, torch 2.11 and 2.13.

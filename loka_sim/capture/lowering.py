@@ -16,95 +16,29 @@ from typing import Any
 import torch
 from torch import fx
 
-aten, prims = torch.ops.aten, torch.ops.prims
+from loka_sim.capture.loops import ACROSS, Access, Lowered, Reads, Scheduled
+from loka_sim.capture.operators import (
+    BAGS,
+    EXTERNAL,
+    FILLS,
+    GATHERS,
+    GEMMS,
+    REDUCTIONS,
+    SCATTERS,
+    VIEWS,
+    WHOLE_VIEWS,
+    along_memory,
+    distinct,
+    how_turned,
+    operator_name,
+    trailing,
+    value_of,
+)  # fmt: skip
 
 # torch._inductor.config, alike in torch 2.11 and 2.13: realize_reads_threshold, realize_opcount_threshold,
 # realize_acc_reads_threshold, and the inputs up to which a concatenation is computed where it is used.
 MOST_READS, MOST_OPERATIONS, MOST_READS_AT_ALL, MOST_JOINED = 4, 30, 8, 8
-
-WHOLE_VIEWS = set("view reshape _unsafe_view unsqueeze squeeze alias detach lift_fresh squeeze_dims permute transpose t".split())
-OTHER_VIEWS = set("select slice split split_with_sizes as_strided diagonal unbind unfold narrow expand getitem".split())
-VIEWS = WHOLE_VIEWS | OTHER_VIEWS
-GEMMS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
-REDUCTIONS = set("sum mean amax amin var_mean var std argmax argmin any all prod logsumexp max min std_mean norm".split())
-GATHERS = {"embedding": 0, "index": 0, "index_select": 0, "gather": 0, "_unsafe_index": 0, "_unsafe_masked_index": 0, "take": 0}
-SCATTERS = set(
-    "index_put _unsafe_index_put _unsafe_masked_index_put_accumulate scatter_add scatter scatter_reduce index_put_".split()
-)
-FILLS = set("full zeros ones empty new_zeros new_full new_ones full_like zeros_like ones_like scalar_tensor new_empty".split())
-FREE = set("iota arange rand rand_like randn randn_like bernoulli empty_like inductor_seeds inductor_random".split()) | FILLS
-# Library calls and scans: their operands must be there, their result is written, nothing fuses into them.
-EXTERNAL = set(
-    "index_add sort topk cumsum cumprod nonzero convolution convolution_backward unique _unique2 searchsorted bucketize "
-    "multinomial "
-    "max_pool2d_with_indices avg_pool2d repeat_interleave masked_scatter".split()
-)
-
-
-@dataclass(frozen=True)
-class Access:
-    """One reading of a buffer.
-
-    Attributes:
-        read_bytes: Distinct bytes.
-        whole: Every element of the reader's loop reads its own, so that both may be one loop.
-        turned: `TURNED` where the elements lie in another order than the reader's loop runs, `ACROSS` where also the
-            loop's closest elements are not the closest in memory; 0 where the order is the same.
-    """
-
-    read_bytes: int
-    whole: bool
-    turned: int = 0
-
-
-# Look-ups and their gradients that are library calls: kind, and positions of what is read whole and of the ids.
-BAGS = {
-    "_embedding_bag": ("gather", (1, 2), 1),
-    "_embedding_bag_forward_only": ("gather", (1, 2), 1),
-    "_embedding_bag_backward": ("scatter", (0, 1, 2), 1),
-    "_embedding_bag_dense_backward": ("scatter", (0, 1, 2), 1),
-    "embedding_dense_backward": ("scatter", (0, 1), 1),
-}
 SECTOR_BYTES = 32  # what a GPU fetches at least
-TURNED, ACROSS = 1, 2
-Reads = dict[tuple[int, str], Access]
-"""By buffer, and by which part of it (empty: all of it)."""
-
-
-@dataclass
-class Scheduled:
-    """One loop nest, or one library call, before fusion.
-
-    Attributes:
-        label: The aten operator that ends it.
-        operators: All that are computed in it.
-        kind: pointwise, row (reduces along memory), column (across it), scatter, fill, gemm, external.
-        space: Elements kept and elements reduced for each of them.
-        reads: What it reads.
-        writes: Bytes of each buffer that it makes.
-        gathers: It reads at indices that data decide.
-        uneven: A reduction that reads something across memory, or one element for several of its own, as a mask.
-    """
-
-    label: str
-    kind: str
-    space: tuple[int, int]
-    reads: Reads
-    writes: dict[int, int]
-    gathers: bool = False
-    uneven: bool = False
-    operators: frozenset[str] = frozenset()
-
-    @property
-    def turns(self) -> bool:
-        """A loop that brings elements into another order and could run in either."""
-        large = [access for access in self.reads.values() if 2 * access.read_bytes >= max(self.writes.values(), default=0)]
-        return self.kind == "pointwise" and bool(large) and all(access.turned and access.whole for access in large)
-
-    @property
-    def across(self) -> bool:
-        """A loop that turns the closest elements too."""
-        return self.turns and any(access.turned == ACROSS for access in self.reads.values())
 
 
 @dataclass
@@ -128,38 +62,6 @@ class _View:
     numel: int
     whole: bool
     spread: int = 1  # of the memory that is fetched in pieces of `SECTOR_BYTES`, one part in so many is used
-
-
-@dataclass
-class Lowered:
-    """A graph's loops in order, and the buffers that outlive it.
-
-    Attributes:
-        scheduled: Loops and library calls.
-        sizes: Bytes of every buffer, inputs among them.
-        outputs: Buffers that leave the graph.
-    """
-
-    scheduled: list[Scheduled] = field(default_factory=list)
-    sizes: dict[int, int] = field(default_factory=dict)
-    outputs: set[int] = field(default_factory=set)
-
-
-def value_of(node: fx.Node) -> Any:
-    """The tensor without data, or tuple of such, that a node's result looks like."""
-    return node.meta.get("val", node.meta.get("tensor_meta"))
-
-
-def distinct(tensor: Any) -> int:
-    """Elements that a tensor has in memory: what is expanded counts once."""
-    return math.prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step) if tensor.dim() else 1
-
-
-def operator_name(node: fx.Node) -> str:
-    """`sum`, `index_put`, ...: the aten or prims operator of a call without its overload."""
-    target = node.target
-    packet = getattr(target, "_overloadpacket", target)
-    return str(getattr(packet, "__name__", packet))
 
 
 class Lowering:
@@ -208,7 +110,7 @@ class Lowering:
         value = value_of(node)
         found = []
         for source in node.all_input_nodes:
-            turned = _turned(value_of(source), value) if isinstance(value, torch.Tensor) else 0
+            turned = how_turned(value_of(source), value) if isinstance(value, torch.Tensor) else 0
             found += [(view, turned) for view in self._all(source)]
         return found
 
@@ -309,7 +211,7 @@ class Lowering:
                 _View(source.root, f"{node.name}.{index}", distinct(item), False) for index, item in enumerate(value)
             ]
             return
-        whole = name in WHOLE_VIEWS or (name == "expand" and _trailing(value))
+        whole = name in WHOLE_VIEWS or (name == "expand" and trailing(value))
         numel = min(source.numel, distinct(value))
         part = node.name if numel < source.numel else source.part
         step = min((step for size, step in zip(value.shape, value.stride(), strict=True) if size > 1 and step), default=1)
@@ -350,7 +252,7 @@ class Lowering:
         made = self._made(node)
         value = value_of(node)
         kept = max((value[0] if isinstance(value, tuple | list) else value).numel(), 1)
-        kind = "row" if _along_memory(node, source) else "column"
+        kind = "row" if along_memory(node, source) else "column"
         self._schedule(name, kind, (kept, max(source.numel() // kept, 1)), reads, made, inside.gathers, inside.operators)
         self.result.scheduled[-1].uneven = any(not read.whole or read.turned == ACROSS for read in reads.values())
 
@@ -458,42 +360,6 @@ def _add(reads: Reads, key: tuple[int, str], access: Access) -> None:
     else:
         bytes_read = max(known.read_bytes, access.read_bytes)
         reads[key] = Access(bytes_read, known.whole and access.whole, max(known.turned, access.turned))
-
-
-def _turned(read: Any, loop: torch.Tensor) -> int:
-    """How a tensor's elements lie against those of the tensor that a loop makes from it, see `Access.turned`."""
-    if not isinstance(read, torch.Tensor) or read.dim() > loop.dim():
-        return 0
-    offset = loop.dim() - read.dim()
-    dims = [dim for dim in range(read.dim()) if read.shape[dim] > 1 and read.stride(dim) and loop.shape[dim + offset] > 1]
-    steps, loop_steps = read.stride(), loop.stride()
-    own = sorted(dims, key=lambda dim: -steps[dim])
-    order = sorted(dims, key=lambda dim: -loop_steps[dim + offset])
-    return 0 if own == order else ACROSS if own[-1] != order[-1] else TURNED
-
-
-def _trailing(value: torch.Tensor) -> bool:
-    """Whether only the last dimensions are expanded: one element for a whole row."""
-    steps = [step for size, step in zip(value.shape, value.stride(), strict=True) if size > 1]
-    seen = False
-    for step in reversed(steps):
-        if step:
-            seen = True
-        elif seen:
-            return False
-    return True
-
-
-def _along_memory(node: fx.Node, source: torch.Tensor) -> bool:
-    """Whether the dimensions that a reduction removes are the ones that lie closest in memory."""
-    dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    reduced = {dim % source.dim() for dim in ([dims] if isinstance(dims, int) else dims)} if dims not in (None, []) else None
-    if reduced is None or not source.dim():
-        return True
-    steps = {dim: source.stride(dim) for dim in range(source.dim()) if source.shape[dim] > 1}
-    inner = [step for dim, step in steps.items() if dim in reduced]
-    outer = [step for dim, step in steps.items() if dim not in reduced]
-    return not inner or not outer or min(inner) < min(outer)
 
 
 def lower(graph: fx.Graph) -> Lowered:

@@ -1,0 +1,78 @@
+"""Loops as a compiler schedules them before it fuses any: what each reads, in which order, and writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+TURNED, ACROSS = 1, 2
+
+
+@dataclass(frozen=True)
+class Access:
+    """One reading of a buffer.
+
+    Attributes:
+        read_bytes: Distinct bytes.
+        whole: Every element of the reader's loop reads its own, so that both may be one loop.
+        turned: `TURNED` where the elements lie in another order than the reader's loop runs, `ACROSS` where also the
+            loop's closest elements are not the closest in memory; 0 where the order is the same.
+    """
+
+    read_bytes: int
+    whole: bool
+    turned: int = 0
+
+
+Reads = dict[tuple[int, str], Access]
+"""By buffer, and by which part of it (empty: all of it)."""
+
+
+@dataclass
+class Scheduled:
+    """One loop nest, or one library call, before fusion.
+
+    Attributes:
+        label: The aten operator that ends it.
+        operators: All that are computed in it.
+        kind: pointwise, row (reduces along memory), column (across it), scatter, fill, gemm, external.
+        space: Elements kept and elements reduced for each of them.
+        reads: What it reads.
+        writes: Bytes of each buffer that it makes.
+        gathers: It reads at indices that data decide.
+        uneven: A reduction that reads something across memory, or one element for several of its own, as a mask.
+    """
+
+    label: str
+    kind: str
+    space: tuple[int, int]
+    reads: Reads
+    writes: dict[int, int]
+    gathers: bool = False
+    uneven: bool = False
+    operators: frozenset[str] = frozenset()
+
+    @property
+    def turns(self) -> bool:
+        """A loop that brings elements into another order and could run in either."""
+        large = [access for access in self.reads.values() if 2 * access.read_bytes >= max(self.writes.values(), default=0)]
+        return self.kind == "pointwise" and bool(large) and all(access.turned and access.whole for access in large)
+
+    @property
+    def across(self) -> bool:
+        """A loop that turns the closest elements too."""
+        return self.turns and any(access.turned == ACROSS for access in self.reads.values())
+
+
+@dataclass
+class Lowered:
+    """A graph's loops in order, and the buffers that outlive it.
+
+    Attributes:
+        scheduled: Loops and library calls.
+        sizes: Bytes of every buffer, inputs among them.
+        outputs: Buffers that leave the graph.
+    """
+
+    scheduled: list[Scheduled] = field(default_factory=list)
+    sizes: dict[int, int] = field(default_factory=dict)
+    outputs: set[int] = field(default_factory=set)

@@ -1,0 +1,88 @@
+"""aten operators by what a compiler does with them, and how their tensors lie in memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from loka_sim.capture.loops import ACROSS, TURNED
+
+WHOLE_VIEWS = set("view reshape _unsafe_view unsqueeze squeeze alias detach lift_fresh squeeze_dims permute transpose t".split())
+OTHER_VIEWS = set("select slice split split_with_sizes as_strided diagonal unbind unfold narrow expand getitem".split())
+VIEWS = WHOLE_VIEWS | OTHER_VIEWS
+GEMMS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
+REDUCTIONS = set("sum mean amax amin var_mean var std argmax argmin any all prod logsumexp max min std_mean norm".split())
+GATHERS = {"embedding": 0, "index": 0, "index_select": 0, "gather": 0, "_unsafe_index": 0, "_unsafe_masked_index": 0, "take": 0}
+SCATTERS = set(
+    "index_put _unsafe_index_put _unsafe_masked_index_put_accumulate scatter_add scatter scatter_reduce index_put_".split()
+)
+FILLS = set("full zeros ones empty new_zeros new_full new_ones full_like zeros_like ones_like scalar_tensor new_empty".split())
+# Library calls and scans: their operands must be there, their result is written, nothing fuses into them.
+EXTERNAL = set(
+    "index_add sort topk cumsum cumprod nonzero convolution convolution_backward unique _unique2 searchsorted bucketize "
+    "multinomial max_pool2d_with_indices avg_pool2d repeat_interleave masked_scatter".split()
+)
+# Look-ups and their gradients that are library calls: kind, and positions of what is read whole and of the ids.
+BAGS = {
+    "_embedding_bag": ("gather", (1, 2), 1),
+    "_embedding_bag_forward_only": ("gather", (1, 2), 1),
+    "_embedding_bag_backward": ("scatter", (0, 1, 2), 1),
+    "_embedding_bag_dense_backward": ("scatter", (0, 1, 2), 1),
+    "embedding_dense_backward": ("scatter", (0, 1), 1),
+}
+
+
+def value_of(node: fx.Node) -> Any:
+    """The tensor without data, or tuple of such, that a node's result looks like."""
+    return node.meta.get("val", node.meta.get("tensor_meta"))
+
+
+def distinct(tensor: Any) -> int:
+    """Elements that a tensor has in memory: what is expanded counts once."""
+    return math.prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step) if tensor.dim() else 1
+
+
+def operator_name(node: fx.Node) -> str:
+    """`sum`, `index_put`, ...: the aten or prims operator of a call without its overload."""
+    target = node.target
+    packet = getattr(target, "_overloadpacket", target)
+    return str(getattr(packet, "__name__", packet))
+
+
+def how_turned(read: Any, loop: torch.Tensor) -> int:
+    """How a tensor's elements lie against those of the tensor that a loop makes from it, see `Access.turned`."""
+    if not isinstance(read, torch.Tensor) or read.dim() > loop.dim():
+        return 0
+    offset = loop.dim() - read.dim()
+    dims = [dim for dim in range(read.dim()) if read.shape[dim] > 1 and read.stride(dim) and loop.shape[dim + offset] > 1]
+    steps, loop_steps = read.stride(), loop.stride()
+    own = sorted(dims, key=lambda dim: -steps[dim])
+    order = sorted(dims, key=lambda dim: -loop_steps[dim + offset])
+    return 0 if own == order else ACROSS if own[-1] != order[-1] else TURNED
+
+
+def trailing(value: torch.Tensor) -> bool:
+    """Whether only the last dimensions are expanded: one element for a whole row."""
+    steps = [step for size, step in zip(value.shape, value.stride(), strict=True) if size > 1]
+    seen = False
+    for step in reversed(steps):
+        if step:
+            seen = True
+        elif seen:
+            return False
+    return True
+
+
+def along_memory(node: fx.Node, source: torch.Tensor) -> bool:
+    """Whether the dimensions that a reduction removes are the ones that lie closest in memory."""
+    dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    reduced = {dim % source.dim() for dim in ([dims] if isinstance(dims, int) else dims)} if dims not in (None, []) else None
+    if reduced is None or not source.dim():
+        return True
+    steps = {dim: source.stride(dim) for dim in range(source.dim()) if source.shape[dim] > 1}
+    inner = [step for dim, step in steps.items() if dim in reduced]
+    outer = [step for dim, step in steps.items() if dim not in reduced]
+    return not inner or not outer or min(inner) < min(outer)
