@@ -2,7 +2,8 @@
 
 import pytest
 
-from hil.fused import CUBES, MATRICES, tabulated
+from hil.fused_families import CUBES, MATRICES
+from hil.fused_table import tabulated
 
 
 def row(family, kernel, sizes, read, written, operators=("aten.add.Tensor",), problem=""):

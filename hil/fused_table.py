@@ -1,0 +1,110 @@
+"""Measured fused kernels as a table: which kernel is what, with which bytes.
+
+python -m hil.fused_table runs/fused.json --out data/h200/fused.parquet
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas
+
+from hil.fused_families import CUBES, MATRICES
+from perfmodel.fused import instructions_of
+
+
+def tabulated(rows: list[dict[str, Any]]) -> pandas.DataFrame:
+    """Kernels of `fused.json` as `perfmodel.fused` learns from them: what each does, its sizes, its bytes, its time.
+
+    A gather is taken to read as many rows as it writes, a scatter to read and write as many as it adds; of a norm's
+    backward the bytes follow from its size. Stages of reductions over columns are left out (`torch/bias_backward` of
+    memory.parquet times them whole).
+    """
+    found = []
+    for row in rows:
+        name = row["kernel"]
+        if not name.startswith("triton_") or row["problem"]:
+            continue
+        sizes = row["sizes"]
+        kept, reduced = sizes.get("x", 1) * sizes.get("y", 1), sizes.get("r0_", 1)
+        entry = _entry(row["family"], name, kept, reduced, row["read_bytes"], row["written_bytes"], "y" in sizes)
+        if entry is not None:
+            operators = {operator.split(".")[1] for operator in row["operators"] if "." in operator} - {"convert_element_type"}
+            sizes_of = {"family": row["family"], "kept": kept, "reduced": reduced}
+            found.append({**sizes_of, **entry, "instructions": instructions_of(operators), "p50_us": row["time_us"]})
+    return pandas.DataFrame(found).drop_duplicates()
+
+
+def _entry(
+    family: str, name: str, kept: int, reduced: int, read_bytes: int, written_bytes: int, tiled: bool
+) -> dict[str, Any] | None:
+    """Kind and bytes of a kernel; None of one that is a stage of a reduction."""
+    entry = {"kind": "pointwise", "read_bytes": read_bytes, "written_bytes": written_bytes, "unordered_bytes": 0, "uneven": False}
+    if family in TURNED:
+        return _turned_entry(family, kept, reduced, entry)
+    if family == "norm_backward" and (kept, reduced) in MATRICES:
+        return {**entry, "kind": "both" if _both(kept, reduced) and written_bytes > kept * reduced else "row"}
+    if reduced > 1:
+        uneven = family in ("softmax", "softmax_more")
+        return {**entry, "kind": "row", "uneven": uneven} if family == "norm" or family.startswith("softmax") else None
+    if family.startswith("lookup"):
+        return {**entry, "kind": "gather", "read_bytes": written_bytes}
+    if family == "pick":
+        return {**entry, "kind": "gather", "read_bytes": 2 * kept}
+    if family.startswith("table_gradient"):
+        if read_bytes == 0:
+            return {**entry, "kind": "fill"}
+        if read_bytes == 2 * written_bytes:  # FP32 to bf16
+            return entry
+        return {**entry, "kind": "scatter", "read_bytes": 6 * kept, "written_bytes": 4 * kept}
+    if read_bytes == 0:
+        return {**entry, "kind": "fill"}
+    if family in ("rotate", "cat"):
+        return {**entry, "read_bytes": written_bytes}
+    return {**entry, "unordered_bytes": read_bytes} if tiled else entry
+
+
+# Of what these families read and write per element, the bytes across memory.
+TURNED = {
+    "turned_sum": 2, "turned_norm": 2, "norm_turned": 4, "turned_norm_backward": 2, "turned_sums_norm_backward": 4,
+}  # fmt: skip
+
+
+def _turned_entry(family: str, kept: int, reduced: int, entry: dict[str, Any]) -> dict[str, Any] | None:
+    cube = next(((b * t, d) for b, t, d in CUBES if kept * reduced == b * t * d), None)
+    if cube is None:
+        return None
+    entry = {**entry, "unordered_bytes": TURNED[family] * kept * reduced}
+    if reduced == 1:
+        return entry
+    if (kept, reduced) != cube:
+        return None
+    if family == "turned_sums_norm_backward":  # whose sums along memory read one FP32 tensor, written before
+        return {**entry, "kind": "both" if _both(*cube) else "row"}
+    return {**entry, "kind": "row", "uneven": True}
+
+
+def _both(kept: int, reduced: int) -> bool:
+    """Whether torch.compile sums both ways in one kernel."""
+    return kept * reduced >= 5 * 2**20 and kept >= max(4096, 2 * reduced)
+
+
+def main() -> int:
+    """Command line: files that `python -m hil.fused compiled` wrote, into one table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    rows = [row for file in options.files for row in json.loads(file.read_text())["rows"]]
+    table = tabulated(rows)
+    table.to_parquet(options.out, index=False)
+    print(f"{options.out}: {len(table)} kernels of {len(rows)} measured")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
