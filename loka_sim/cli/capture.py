@@ -43,4 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"wrote {arguments.out}: {len(spec.sites)} sites, {gflop:.3g} GFLOP per sample at batch {spec.batch:,}")
         for name in spec.unaccounted:
             print(f"  not accounted for: {name}")
+        kernels = sum(kernel.count for kernel in spec.fused)
+        print(
+            f"  {kernels:,} other kernels of a compiled forward and backward"
+            if kernels
+            else f"  whole step unknown: {spec.untraced}"
+        )
     return 0
