@@ -40,7 +40,7 @@ def collect(out: str | Path, *, minutes: float = 28.0, name: str | None = None, 
 
     Args:
         out: Folder of the calibration: a new one, or one that was begun.
-        minutes: Time to spend, at least 3.
+        minutes: Time to spend, at least 2.
         name: What to call the hardware; None for the GPU's own name (`NVIDIA H100 80GB HBM3` -> `h100-80gb-hbm3`).
         command: The command line, for the record.
 
@@ -53,8 +53,8 @@ def collect(out: str | Path, *, minutes: float = 28.0, name: str | None = None, 
         DataError: there is no GPU that can do it, or a measuring process failed.
     """
     out = Path(out)
-    if not minutes >= 3:
-        raise UserError(f"--minutes {minutes:g} is too short for a sweep; give at least 3, 28 is usual")
+    if not minutes >= 2:
+        raise UserError(f"--minutes {minutes:g} is too short for a sweep; give at least 2, 28 is usual")
     timings = out / "timings"
     if out.is_dir() and any(out.iterdir()) and not timings.is_dir():
         raise UserError(f"--out {out} holds other files; choose a new folder")

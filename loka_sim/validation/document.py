@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import loka_sim
 from loka_sim.files import write_text_atomic
 from loka_sim.validation.request import Request
+from loka_sim.whole_step import called_us
 
 if TYPE_CHECKING:
     import pandas
@@ -142,9 +143,14 @@ def step_part(step: dict[str, Any] | None, before: WhatIf, after: WhatIf) -> dic
     notes = [step["note"]] if step["note"] else []
     if passes:
         notes.insert(0, f"torchao runs {passes} passes otherwise than decided, {lost:.0f} us a step slower as predicted")
-    whole = after.steps[0].whole
+    whole, calls_us = after.steps[0].whole, called_us(after.others, sum(len(site.passes) for site in after.sites))
+    bound = whole is not None and calls_us > whole.us
+    if bound:
+        notes.insert(0, f"the host is the bound: it launches the kernels in some {calls_us:,.0f} us, without a CUDA graph")
     predicted_ms = None if whole is None else whole.us / 1e3
-    return {"variants": variants, "predicted_bf16_ms": predicted_ms, "note": "; ".join(notes) or None}
+    return {
+        "variants": variants, "predicted_bf16_ms": predicted_ms, "host_bound": bound, "note": "; ".join(notes) or None,
+    }  # fmt: skip
 
 
 def given_up(answer: WhatIf) -> tuple[float, int]:

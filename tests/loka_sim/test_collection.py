@@ -131,8 +131,8 @@ def test_nothing_measured_is_no_calibration(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "measure", lambda *_: None)
     with pytest.raises(DataError, match="nothing was measured within 5 minutes"):
         collect(tmp_path / "none", minutes=5)
-    with pytest.raises(UserError, match="--minutes 2 is too short"):
-        collect(tmp_path / "none", minutes=2)
+    with pytest.raises(UserError, match="--minutes 1.5 is too short"):
+        collect(tmp_path / "none", minutes=1.5)
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="holds other files"):
         collect(tmp_path, minutes=5)

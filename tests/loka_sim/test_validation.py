@@ -208,7 +208,13 @@ def test_the_exported_step_is_predicted_as_torchao_runs_it():
     assert off["value"] == pytest.approx(abs(bf16 / 1e5 - 1)) and off["ok"] == (off["value"] <= 0.1)
     assert by_name["decision"]["predicted_after"]["speedup"] == pytest.approx(bf16 / (decided + lost), rel=1e-3)
     assert by_name["decision"]["predicted_before"]["speedup"] == pytest.approx(bf16 / decided, rel=1e-3)
-    assert bool(passes) == bool(part["note"])
+    assert bool(passes) == bool(part["note"]) and not part["host_bound"]
+    # A small model's step is its host's: no time of a kernel can be judged by it.
+    small = loka_sim.whatif("dlrm-small")
+    bound = step_part({"medians": {"bf16": {"p50_ms": 5.0}}, "note": None}, small, small)
+    assert bound["host_bound"] and "the host is the bound" in bound["note"]
+    judged = {entry["name"]: entry for entry in judge.tolerances(None, None, None, bound)}
+    assert judged["step_gap"]["ok"] is None and judged["speedup_gap"]["ok"] is None
     assert step_part({"medians": {}, "note": None}, answer, answer) is None
 
 
