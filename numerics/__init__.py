@@ -7,7 +7,7 @@ Rooms, each built on those before it:
 
     formats, rounding           a number's grid, one algorithm for all of them
     recipe, scaling             what an operand becomes, by name; its amax and scales
-    quantization                the one way in: to cpu (jit), gpu (and gpu_kernels, _columns, _pairs, _dual, _meeting) or torch
+    quantization                the one way in: to cpu (jit), gpu (and gpu_kernels, _columns, _pairs, _dual, _meeting, _strips)
     tensor_core, accumulate     how products are summed, as data and at speed; reference: one at a time; verified: how true
     errors                      what a GEMM in low precision is off by
     normal, distributions       statistics of a tensor; collect: from tensors; families: from parameters

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics import gpu, gpu_meeting, gpu_pairs
-from numerics.gpu_kernels import PACK_E4M3, PACK_E5M2, divide, magnitude_bits, report, round_to_grid, scale_of
+from numerics import gpu, gpu_meeting, gpu_pairs, gpu_strips
+from numerics.gpu_kernels import PACK_E4M3, PACK_E5M2, Constants, divide, magnitude_bits, report, round_to_grid, scale_of
 from numerics.quantization import QuantizedTensor
 from numerics.recipe import Recipe
 from numerics.scaling import scales_shape
@@ -221,8 +221,7 @@ def _launch(
     height, width, warps = _CAST if tensorwise else _LINES if lines else _TURNED if blocks and codes is None else _BLOCK
     pairs = gpu_pairs.supports(x, recipe)
     with gpu.on(x.device):
-        met = tensorwise and pairs and gpu_meeting.quantize_turned(x, codes, turned, scales, turned_scales, flag, constants)
-        if met:
+        if pairs and _in_one_launch(x, recipe, codes, turned, scales, turned_scales, flag, constants):
             return flag is None or not int(flag)
         if tensorwise:
             amax = gpu.tensor_amax(x)
@@ -240,3 +239,21 @@ def _launch(
             C=constants, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return flag is None or not int(flag)
+
+
+def _in_one_launch(
+    x: torch.Tensor,
+    recipe: Recipe,
+    codes: torch.Tensor | None,
+    turned: torch.Tensor,
+    scales: torch.Tensor | None,
+    turned_scales: torch.Tensor,
+    flag: torch.Tensor | None,
+    constants: Constants,
+) -> bool:
+    """Where an amax of more than a tile comes first, do both in one launch; False where that cannot be."""
+    if recipe.scaling == "tensorwise":
+        return gpu_meeting.quantize_turned(x, codes, turned, scales, turned_scales, flag, constants)
+    if recipe.scaling == "rowwise" and codes is None:
+        return gpu_strips.quantize_columns(x, turned, turned_scales, flag, constants)
+    return False

@@ -145,79 +145,81 @@ def parted(values):
 
 @triton.jit
 def pair_kernel(
-    x, amax, codes, turned, scales, turned_scales, flag, quarter, words, x_stride, partials,
-    MODE: tl.constexpr, PARTIALS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
+    x, amax, codes, turned, scales, turned_scales, flag, quarter, words, x_stride, partials, wide, tiles,
+    MODE: tl.constexpr, PARTIALS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ROWS x 2 WIDTH values; `words` and `x_stride` count pairs of columns, `quarter` rows by four.
+    """Tiles of ROWS x 2 WIDTH values, `wide` of them side by side; the next STAGES - 1 are loaded while one is cast.
 
-    Without `codes`, the turned ones alone are written. MODE says whose the scales are: the 'tensor's (`partials` bits of
-    maxima in `amax`), those of 'lines', rows and columns (there already), those of the tile's rows and of its columns
-    ('blocks'), or the 'tile's.
+    `words` and `x_stride` count pairs of columns, `quarter` rows by four. Without `codes`, only the turned ones are written. MODE
+    says whose the scales are: the 'tensor's (`partials` bits of maxima in `amax`), those of 'lines', rows and columns (there
+    already), those of the tile's rows and of its columns ('blocks'), or the 'tile's.
     """
-    across = tl.num_programs(0) - 1 - tl.program_id(0)
-    down = tl.num_programs(1) - 1 - tl.program_id(1)
-    group = down * (ROWS // 4) + tl.arange(0, ROWS // 4)
-    column = across * WIDTH + tl.arange(0, WIDTH)
-    in_row, in_column = group < quarter, column < words
-    mask = in_row[:, None] & in_column[None, :]
-    row = 4 * group.to(tl.int64)
-    w0, w1, w2, w3 = rows_of(x + row[:, None] * x_stride + column[None, :], x_stride, mask, "")
-    if MODE == "tensor" or MODE == "tile":
-        if MODE == "tensor":
-            index = tl.arange(0, PARTIALS)
-            bits = tl.max(tl.load(amax + index, mask=index < partials, other=0), 0)
-        else:
-            largest = raised(raised(raised(raised(tl.zeros((ROWS // 4, WIDTH), tl.int32), w0), w1), w2), w3)
-            bits = tl.max(tl.max(largest, 1), 0) & _HIGH_MAGNITUDE
-        report(flag, bits)
-        scale, first, second = scale_and_inverse(bits, C)
-        if MODE == "tile" or (across == 0) & (down == 0):
+    tall = tiles // wide
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        down = tall - 1 - tile // wide
+        across = wide - 1 - tile % wide
+        group = down * (ROWS // 4) + tl.arange(0, ROWS // 4)
+        column = across * WIDTH + tl.arange(0, WIDTH)
+        in_row, in_column = group < quarter, column < words
+        mask = in_row[:, None] & in_column[None, :]
+        row = 4 * group.to(tl.int64)
+        w0, w1, w2, w3 = rows_of(x + row[:, None] * x_stride + column[None, :], x_stride, mask, "")
+        if MODE == "tensor" or MODE == "tile":
+            if MODE == "tensor":
+                index = tl.arange(0, PARTIALS)
+                bits = tl.max(tl.load(amax + index, mask=index < partials, other=0), 0)
+            else:
+                largest = raised(raised(raised(raised(tl.zeros((ROWS // 4, WIDTH), tl.int32), w0), w1), w2), w3)
+                bits = tl.max(tl.max(largest, 1), 0) & _HIGH_MAGNITUDE
+            report(flag, bits)
+            scale, first, second = scale_and_inverse(bits, C)
+            if MODE == "tile" or (across == 0) & (down == 0):
+                if codes is not None:
+                    tl.store(scales + down * wide + across, scale)
+                tl.store(turned_scales + across * tall + down, scale)
+            next_first, next_second = first, second
+            f0, f1, f2, f3, s0, s1, s2, s3 = first, first, first, first, second, second, second, second
+        elif MODE == "lines":
             if codes is not None:
-                tl.store(scales + down * tl.num_programs(0) + across, scale)
-            tl.store(turned_scales + across * tl.num_programs(1) + down, scale)
-        next_first, next_second = first, second
-        f0, f1, f2, f3, s0, s1, s2, s3 = first, first, first, first, second, second, second, second
-    elif MODE == "lines":
+                f0, s0 = inverse_of(tl.load(scales + row, mask=in_row, other=1.0)[:, None], C)
+                f1, s1 = inverse_of(tl.load(scales + row + 1, mask=in_row, other=1.0)[:, None], C)
+                f2, s2 = inverse_of(tl.load(scales + row + 2, mask=in_row, other=1.0)[:, None], C)
+                f3, s3 = inverse_of(tl.load(scales + row + 3, mask=in_row, other=1.0)[:, None], C)
+            first, second = inverse_of(tl.load(turned_scales + 2 * column, mask=in_column, other=1.0)[None, :], C)
+            next_first, next_second = inverse_of(tl.load(turned_scales + 2 * column + 1, mask=in_column, other=1.0)[None, :], C)
+        else:
+            m0, m1, m2, m3 = w0 & _MAGNITUDES, w1 & _MAGNITUDES, w2 & _MAGNITUDES, w3 & _MAGNITUDES
+            n0, n1, n2, n3 = m0 << 16, m1 << 16, m2 << 16, m3 << 16
+            even = tl.max(tl.maximum(tl.maximum(n0, n1), tl.maximum(n2, n3)), 0)
+            odd = tl.max(tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)), 0) & _HIGH_MAGNITUDE
+            if flag is not None:
+                report(flag, tl.max(tl.maximum(even, odd), 0))
+            if codes is not None:
+                bits = joined(
+                    tl.max(tl.maximum(m0, n0), 1), tl.max(tl.maximum(m1, n1), 1), tl.max(tl.maximum(m2, n2), 1),
+                    tl.max(tl.maximum(m3, n3), 1),
+                )  # fmt: skip
+                scale, first, second = scale_and_inverse(bits & _HIGH_MAGNITUDE, C)
+                place = row[:, None, None] + tl.arange(0, 2)[None, :, None] + 2 * tl.arange(0, 2)[None, None, :]
+                tl.store(scales + place * wide + across, scale)
+                f0, f1, f2, f3 = parted(first)
+                s0, s1, s2, s3 = parted(second)
+            slots = turned_scales + 2 * column.to(tl.int64) * tall + down
+            scale, first, second = scale_and_inverse(even, C)
+            tl.store(slots, scale)
+            scale, next_first, next_second = scale_and_inverse(odd, C)
+            tl.store(slots + tall, scale)
+            first, second = first[None, :], second[None, :]
+            next_first, next_second = next_first[None, :], next_second[None, :]
         if codes is not None:
-            f0, s0 = inverse_of(tl.load(scales + row, mask=in_row, other=1.0)[:, None], C)
-            f1, s1 = inverse_of(tl.load(scales + row + 1, mask=in_row, other=1.0)[:, None], C)
-            f2, s2 = inverse_of(tl.load(scales + row + 2, mask=in_row, other=1.0)[:, None], C)
-            f3, s3 = inverse_of(tl.load(scales + row + 3, mask=in_row, other=1.0)[:, None], C)
-        first, second = inverse_of(tl.load(turned_scales + 2 * column, mask=in_column, other=1.0)[None, :], C)
-        next_first, next_second = inverse_of(tl.load(turned_scales + 2 * column + 1, mask=in_column, other=1.0)[None, :], C)
-    else:
-        m0, m1, m2, m3 = w0 & _MAGNITUDES, w1 & _MAGNITUDES, w2 & _MAGNITUDES, w3 & _MAGNITUDES
-        n0, n1, n2, n3 = m0 << 16, m1 << 16, m2 << 16, m3 << 16
-        even = tl.max(tl.maximum(tl.maximum(n0, n1), tl.maximum(n2, n3)), 0)
-        odd = tl.max(tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)), 0) & _HIGH_MAGNITUDE
-        if flag is not None:
-            report(flag, tl.max(tl.maximum(even, odd), 0))
-        if codes is not None:
-            bits = joined(
-                tl.max(tl.maximum(m0, n0), 1), tl.max(tl.maximum(m1, n1), 1), tl.max(tl.maximum(m2, n2), 1),
-                tl.max(tl.maximum(m3, n3), 1),
-            )  # fmt: skip
-            scale, first, second = scale_and_inverse(bits & _HIGH_MAGNITUDE, C)
-            place = row[:, None, None] + tl.arange(0, 2)[None, :, None] + 2 * tl.arange(0, 2)[None, None, :]
-            tl.store(scales + place * tl.num_programs(0) + across, scale)
-            f0, f1, f2, f3 = parted(first)
-            s0, s1, s2, s3 = parted(second)
-        slots = turned_scales + 2 * column.to(tl.int64) * tl.num_programs(1) + down
-        scale, first, second = scale_and_inverse(even, C)
-        tl.store(slots, scale)
-        scale, next_first, next_second = scale_and_inverse(odd, C)
-        tl.store(slots + tl.num_programs(1), scale)
-        first, second = first[None, :], second[None, :]
-        next_first, next_second = next_first[None, :], next_second[None, :]
-    if codes is not None:
-        target = codes + row[:, None] * words + column[None, :]
-        store_row(target, mask, w0, f0, s0, C)
-        store_row(target + words, mask, w1, f1, s1, C)
-        store_row(target + 2 * words, mask, w2, f2, s2, C)
-        store_row(target + 3 * words, mask, w3, f3, s3, C)
-    turned += 2 * column.to(tl.int64)[:, None] * quarter + group[None, :]
-    mask = in_column[:, None] & in_row[None, :]
-    store_turned(turned, quarter, mask, w0, w1, w2, w3, first, second, next_first, next_second, C)
+            target = codes + row[:, None] * words + column[None, :]
+            store_row(target, mask, w0, f0, s0, C)
+            store_row(target + words, mask, w1, f1, s1, C)
+            store_row(target + 2 * words, mask, w2, f2, s2, C)
+            store_row(target + 3 * words, mask, w3, f3, s3, C)
+        goal = turned + 2 * column.to(tl.int64)[:, None] * quarter + group[None, :]
+        mask = in_column[:, None] & in_row[None, :]
+        store_turned(goal, quarter, mask, w0, w1, w2, w3, first, second, next_first, next_second, C)
 
 
 def takes(x: torch.Tensor, recipe: Recipe) -> bool:
@@ -246,19 +248,29 @@ def launch(
 ) -> None:
     """Run `pair_kernel` on a matrix that `supports` accepts; `amax` are the partial maxima of mode 'tensor'."""
     rows, columns = x.shape
-    height, width, warps, registers = _shape(mode, codes is not None)
+    height, width, warps, registers, stages, each = _shape(mode, codes is not None)
+    wide = triton.cdiv(columns, 2 * width)
+    tiles = wide * triton.cdiv(rows, height)
+    programs = tiles
+    if each and x.is_cuda:
+        programs = min(tiles, each * torch.cuda.get_device_properties(x.device).multi_processor_count)
     partials = 0 if amax is None else amax.numel()
     options: dict[str, Any] = {"maxnreg": registers} if registers and x.is_cuda else {}
-    pair_kernel[(triton.cdiv(columns, 2 * width), triton.cdiv(rows, height))](
+    pair_kernel[(programs,)](
         x.view(torch.int32), amax, None if codes is None else codes.view(torch.int16), turned.view(torch.int32), scales,
-        turned_scales, flag, rows // 4, columns // 2, x.stride(0) // 2, partials, MODE=mode,
-        PARTIALS=triton.next_power_of_2(partials) if partials else 0, ROWS=height, WIDTH=width, C=constants, num_warps=warps,
-        enable_fp_fusion=False, **options,
+        turned_scales, flag, rows // 4, columns // 2, x.stride(0) // 2, partials, wide, tiles, MODE=mode,
+        PARTIALS=triton.next_power_of_2(partials) if partials else 0, ROWS=height, WIDTH=width, STAGES=stages, C=constants,
+        num_warps=warps, enable_fp_fusion=False, **options,
     )  # fmt: skip
 
 
-def _shape(mode: str, both: bool) -> tuple[int, int, int, int]:
-    """Rows, words, warps and registers a thread (0: as many as it takes) of a program; the fastest on an H200."""
-    if mode == "blocks" and not both:
-        return 128, 32, 4, 0
-    return 128, 64, 8, 80 if mode == "tile" else 0
+def _shape(mode: str, both: bool) -> tuple[int, int, int, int, int, int]:
+    """Rows and words of a tile; warps, registers a thread and stages of a program; programs on a multiprocessor.
+
+    No registers: as many as it takes; no programs: as many as tiles. The fastest on an H200.
+    """
+    if mode == "blocks":
+        return (128, 64, 4, 168, 1, 0) if both else (128, 32, 2, 0, 1, 0)
+    if mode == "lines" and both:
+        return 128, 64, 16, 64, 2, 2
+    return 128, 64, 8, 80 if mode == "tile" else 0, 1, 0
