@@ -5,7 +5,8 @@
 torch.compile lowers, fuses and writes its Triton kernels for CUDA tensors that have no data; nothing is run, so that no GPU
 is needed. Its own account of their bytes stands beside the capture's, in total and per kind of kernel. Both see the same
 graphs (tables cut to 10,000 rows, their gradients dense). Where a kernel picks scattered elements the capture counts the
-32-byte sectors that the GPU fetches, torch.compile the elements: gradients of looked-up rows in Wukong and DLRM. Reaches into private interfaces: written for torch 2.13.
+32-byte sectors that the GPU fetches, torch.compile the elements: gradients of looked-up rows in Wukong and DLRM.
+Reaches into private interfaces: written for torch 2.13.
 """
 
 from __future__ import annotations
