@@ -32,10 +32,11 @@ ROUNDS = 500
 # Memory-bound kernels: what torch.compile tunes is now and then a kernel three times as slow, which the median leaves aside.
 MEMORY_PARAMETERS = {**PARAMETERS, "objective": "reg:absoluteerror", "max_depth": 4}
 # Of the trees that quick launches grow.
-FIRST_PARAMETERS = {**PARAMETERS, "max_depth": 8, "eta": 0.06}
-FIRST_ROUNDS = 400
+FIRST_PARAMETERS = {**PARAMETERS, "max_depth": 8, "eta": 0.08}
+FIRST_ROUNDS = 250
 # Of those on top of them.
-NEXT_PARAMETERS = {**PARAMETERS, "objective": "reg:absoluteerror"}
+NEXT_PARAMETERS = {**PARAMETERS, "objective": "reg:absoluteerror", "eta": 0.06}
+NEXT_ROUNDS = 400
 # Fewer quick launches of a kernel teach nothing.
 LEAST_LAUNCHES = 2000
 
@@ -91,7 +92,7 @@ def train(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Learne
     alone = PARAMETERS if "gemm" in KERNELS[kernel].kind else MEMORY_PARAMETERS
     parameters = alone if first is None else NEXT_PARAMETERS
     data = _data(kernel, rows, rows["p50_us"].to_numpy(dtype=float), hardware, net)
-    return Learned(net, xgboost.train(parameters, data, ROUNDS, xgb_model=start))
+    return Learned(net, xgboost.train(parameters, data, ROUNDS if first is None else NEXT_ROUNDS, xgb_model=start))
 
 
 def predict(learned: Learned, kernel: str, rows: pd.DataFrame, hardware: HardwareSpec) -> Array:

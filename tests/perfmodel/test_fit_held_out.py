@@ -73,6 +73,7 @@ def test_quick_launches_show_what_few_careful_timings_miss(monkeypatch):
     """4,000 launches that are 6% off and 10% long, and 80 timings: better together than the timings alone."""
     monkeypatch.setattr(learn, "FIRST_ROUNDS", 120)
     monkeypatch.setattr(learn, "ROUNDS", 80)
+    monkeypatch.setattr(learn, "NEXT_ROUNDS", 80)
     for parameters in (learn.PARAMETERS, learn.FIRST_PARAMETERS, learn.NEXT_PARAMETERS):
         monkeypatch.setitem(parameters, "eta", 0.1)
         monkeypatch.setitem(parameters, "nthread", 1)

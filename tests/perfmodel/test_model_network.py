@@ -10,7 +10,7 @@ from perfmodel.network import Network
 @pytest.fixture(scope="module")
 def learned() -> tuple[Network, np.ndarray, np.ndarray]:
     generator = np.random.default_rng(0)
-    matrix = generator.uniform(-2, 2, (6000, 5))
+    matrix = generator.uniform(-2, 2, (15000, 5))
     return network.train(matrix, law(matrix)), matrix, generator.uniform(-2, 2, (1000, 5))
 
 
