@@ -72,7 +72,10 @@ def decisions(documents: Sequence[dict[str, Any]]) -> str:
         by_name = {row["name"]: row for row in dispatch["policies"]}
         regrets = [percent(by_name[name]["against_best"]) if name in by_name else "–" for name in POLICIES]
         missed = [entry["name"] for entry in document["tolerances"] if entry["ok"] is False]
-        verdict = "within" if document["verdict"] else "outside: " + ", ".join(missed) if missed else "not validated"
+        kept = sum(entry["ok"] is True for entry in document["tolerances"])
+        every = len(document["tolerances"])
+        within = f"all {every} kept" if kept == every else f"{kept} kept, {every - kept} not measured"
+        verdict = within if document["verdict"] else f"outside: {', '.join(missed)}" if missed else "not validated"
         rows.append([name_of(document), f"{dispatch['sites']} of {dispatch['of_sites']}", *regrets, verdict])
     head = ["over the measured best", "sites", "decision before", "cross-validated", "after", "bf16", "all FP8", "torchao filter"]
     return markdown([*head, "tolerances"], rows)
