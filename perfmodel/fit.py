@@ -6,6 +6,9 @@
 The second fits a user's own sweep: DIR holds `gemm.parquet`, `memory.parquet` or both as `hil.collect` writes them, FILE is
 a specification as `data/h200/hardware.json`, and `perfmodel.load(name, calibration=CALIBRATION)` reads the result.
 
+Where `launches.parquet` (`hil.launches`) lies beside the timings, each GEMM kernel is learned from its quick launches first:
+`perfmodel/learn.py` says why.
+
 Accuracy comes from two sources. Cross-validation holds out whole shapes, every kernel's row of a shape together; its
 residuals calibrate the intervals. The sweep `zoo` holds the shapes of whole models, `blind` shapes drawn as the fitted ones
 were and looked at once, at the end: neither is fitted to, nor is any swept row of a shape that they have, so the shipped
