@@ -6,7 +6,7 @@ accuracy, coverage: cross-validation by whole shapes over the fitted sweeps of a
 alone. unseen: the shipped trees on the sweeps that no fit saw, the zoo's models and `blind`. extrapolation: fitted without the
 largest octave of M, N, K and FLOPs, and without one K, and judged there. peers: each fitted on the same folds; nvMatmulHeuristics
 where it is installed (pip install nvidia-matmul-heuristics). Regret is the geometric mean of the chosen kernel's measured time
-over the best one's: per FP8 kernel of the choice between it and bf16. On two cores everything takes about half an hour.
+over the best one's: per FP8 kernel of the choice between it and bf16. On two cores everything takes about ten minutes.
 """
 
 from __future__ import annotations
