@@ -2,7 +2,8 @@
 
     python benchmarks/choice.py
 
-Every pass of every linear of the zoo's eight models at batches 512 and 2,048, as measured on an H200 in the sweep `zoo`.
+Every pass of every linear of the zoo's eight models at batches 512 and 2,048, as measured on an H200 in the sweep `zoo`; torch's
+kernels, the default choice (`benchmarks/libraries.py` has several libraries').
 The cost of an FP8 kernel is its GEMM plus the quantization (and transposition) of both bf16 operands, unshared. Regret is
 a choice's measured cost over the best candidate's; the total weighs each pass by how often the models run it.
 """
@@ -65,7 +66,7 @@ def main() -> int:
     """Print the table."""
     model = perfmodel.load("h200")
     zoo = read_timings("h200")
-    zoo = zoo[(zoo["sweep"] == "zoo") & (zoo["groups"] == 1)]
+    zoo = zoo[(zoo["sweep"] == "zoo") & (zoo["groups"] == 1) & zoo["kernel"].str.startswith("torch/")]
     keys: list[Row] = list(zip(zoo["kernel"], zoo["m"], zoo["n"], zoo["k"], strict=True))
     measured = dict(zip(keys, zoo["p50_us"], strict=True))
     learned = dict(zip(keys, model.predict(zoo)["time_us"], strict=True))
