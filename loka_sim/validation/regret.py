@@ -13,7 +13,6 @@ from loka_sim.dispatch.candidates import Row, SiteShape, launches, legal_fp8
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.decide import flat
 from loka_sim.dispatch.operands import TORCH, Toolbox
-from perfmodel.kernels import KERNELS
 
 if TYPE_CHECKING:
     import pandas
@@ -163,8 +162,3 @@ def changes(before: WhatIf, after: WhatIf, measured: Times) -> list[dict[str, An
 
 def _sum(measured: Times, rows: Sequence[Row]) -> float | None:
     return measured.sum(rows) if all(row in measured.of for row in rows) else None
-
-
-def is_choice(row: Row) -> bool:
-    """Whether a launch belongs to a decision: a GEMM, or the quantization or transposition for one."""
-    return KERNELS[row.kernel].kind in ("gemm", "batched_gemm", "quantize", "layout")

@@ -16,7 +16,7 @@ from loka_sim.dispatch.operands import Toolbox
 from loka_sim.errors import UserError
 from loka_sim.files import write_text_atomic
 from loka_sim.validation import measuring
-from loka_sim.validation.budget import Budget
+from loka_sim.validation.budget import WRITING_S, Budget
 from loka_sim.validation.document import Findings, finish
 from loka_sim.validation.measuring import read_json
 from loka_sim.validation.request import Request
@@ -78,6 +78,7 @@ class Validation:
                     self._stage(f"times_{half}", lambda s, half=half: self._times(half, sweeps, s))  # type: ignore[misc]
                 numerics = self._numerics(sampled, tensors)
                 after, refinement = self._refine(machine, numerics)
+                self.budget.reserve_s = WRITING_S
                 if stepper:
                     stepper.decide(_table(after))
                 self._stage("times_fresh", lambda s: self._fresh(sweeps, s))

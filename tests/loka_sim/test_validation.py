@@ -271,7 +271,7 @@ def test_a_model_that_can_be_run_gives_tensors_and_a_step(tmp_path, monkeypatch)
 def test_a_validation_without_time_says_what_it_cut(spec_file, tmp_path, monkeypatch):
     machine = on(MadeUp(), monkeypatch)
     with monkeypatch.context() as hurried:
-        hurried.setattr(Budget, "left", lambda self: (90.0, 26.0, 12.0)[len(machine.asked)])
+        hurried.setattr(Budget, "left", lambda self: (90.0, 26.0, 7.0)[len(machine.asked)])
         document = loka_sim.validate(spec_file, out=tmp_path / "run", batch=512, minutes=1.5)
     assert machine.asked == ["sampled", "model"]
     cut = [stage["name"] for stage in document["stages"] if not stage["complete"]]

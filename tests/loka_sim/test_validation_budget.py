@@ -54,7 +54,7 @@ def test_a_stage_that_takes_too_long_is_made_up_for(minutes):
 
 
 def test_the_lowest_in_rank_is_cut_first():
-    found, left = spent(1, 0)
+    found, left = spent(0.8, 0)
     assert found["times_second"] is None and found["times_first"] and found["step"]
     assert left >= 0
     parts = {"a": Part(0.5, 5, 2), "b": Part(0.25, 5, 1), "c": Part(0.25, 5, 3)}
