@@ -146,7 +146,7 @@ class PerfModel:
             raise ValueError("a row names no kernel; predict needs kernel, m, n, k in every row")
         m, n, k, groups = columns_of(frame)
         for name, size in zip(("m", "n", "k", "groups"), (m, n, k, groups), strict=True):
-            if (wrong := ~((size >= 1) & (size < 2**62) & (size % 1 == 0))).any():
+            if (wrong := ~((size >= 1) & (size < 2**62) & (np.floor(size) == size))).any():
                 raise ValueError(
                     f"{name} = {size[wrong][0]:g} is no size; m, n, k and groups must be at least 1, and whole numbers"
                 )
