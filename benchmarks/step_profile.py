@@ -26,8 +26,8 @@ import torch._inductor.config
 
 from hil.compiled import Kernel, kernel_launches, recorded
 from hil.fingerprint import fingerprint
-from loka_sim.validation.runnable import Runnable, runnable
-from loka_sim.validation.step_time import Convert, as_it_is, converted_by_table, converted_by_torchao, time_steps
+from loka_sim.validation.runnable import runnable
+from loka_sim.validation.step_time import Convert, as_it_is, converted_by_table, converted_by_torchao, step_of, time_steps
 
 ITERATIONS = 4
 KINDS = (
@@ -43,23 +43,6 @@ KINDS = (
 def kind(name: str) -> str:
     """What a kernel's name says that it is."""
     return next((what for what, pattern in KINDS if re.search(pattern, name)), "other")
-
-
-def compiled_step(model: Runnable, convert: Convert) -> Callable[[], None]:
-    """Forward and backward, compiled and run twice."""
-    torch._dynamo.reset()
-    module = convert(model.make())
-    compiled = torch.compile(module, dynamic=False)
-    inputs = model.inputs()
-
-    def step() -> None:
-        model.loss(compiled(*inputs)).backward()
-        module.zero_grad(set_to_none=True)
-
-    step()
-    step()
-    torch.cuda.synchronize()
-    return step
 
 
 def graphed(step: Callable[[], None]) -> Callable[[], None]:
@@ -134,7 +117,8 @@ def main() -> int:
     convert = converter(options.variant, options.table)
     started = time.monotonic()
     with recorded() as kernels:
-        step = compiled_step(model, convert)
+        torch._dynamo.reset()
+        step = step_of(model, convert)
     compiled_in = time.monotonic() - started
     result: dict[str, Any] = {
         "schema_version": 1,

@@ -325,13 +325,13 @@ def _sweep(
         wanted = [name for name in legal if (name, shape.m, shape.n, shape.k, shape.groups) not in measured]
         size = AT_ONCE if workers else len(wanted) or 1
         work += [(shape, wanted[first : first + size]) for first in range(0, len(wanted), size)]
-    available = available_kernels(matching(kinds, options.kernels))
+    used = [KERNELS[name] for name in available_kernels(matching(kinds, options.kernels))]
     run = {
         "sweep": sweep,
         "command": command,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **fingerprint(),
-        "libraries": {KERNELS[name].library: version for name in available if (version := availability(KERNELS[name]).version)},
+        "libraries": {spec.library: found for spec in used if (found := availability(spec).version)},
     }
     try:
         collect(work, options.family, deadline, workers, lambda rows: timings.add(rows, run), lock)

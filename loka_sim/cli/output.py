@@ -112,3 +112,13 @@ def wrap(text: str, first: str, rest: str) -> list[str]:
     import textwrap
 
     return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+
+
+def statements(document: dict[str, Any], style: Style) -> list[str]:
+    """What a document takes for granted, and what to beware of: the lines of its `statements`."""
+    lines = []
+    for statement in document["statements"]:
+        warning = statement["level"] == "warning"
+        wrapped = wrap(statement["text"], "  ! " if warning else "  - ", "    ")
+        lines += [style(line, "yellow" if warning else "dim") for line in wrapped]
+    return lines

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from loka_sim.cli.output import Style, common_name, figure, role, shorten, table, wrap
+from loka_sim.cli.output import Style, common_name, figure, role, shorten, statements, table, wrap
 from loka_sim.modelspec import PASSES
 
 STATUS_WORDS = {"fast": "fast", "not_worth_it": "not worth it", "unsafe": "unsafe", "illegal": "illegal"}
@@ -45,7 +45,7 @@ def first_screen(document: dict[str, Any], style: Style, out: Path | None = None
     ]
     where = _sites(document, style) if verdict["pays"] else _closest(document, style)
     lines += [*where, ""] if where else []
-    lines += _statements(document, style)
+    lines += statements(document, style)
     lines += ["", *_next(document, style, out)]
     return "\n".join(lines)
 
@@ -161,15 +161,6 @@ def _closest(document: dict[str, Any], style: Style) -> list[str]:
         return []
     head, *body = table(rows, "lllrrrr", gives=0)
     return [style(head, "dim"), *body]
-
-
-def _statements(document: dict[str, Any], style: Style) -> list[str]:
-    lines = []
-    for statement in document["statements"]:
-        warning = statement["level"] == "warning"
-        wrapped = wrap(statement["text"], "  ! " if warning else "  - ", "    ")
-        lines += [style(line, "yellow" if warning else "dim") for line in wrapped]
-    return lines
 
 
 def _next(document: dict[str, Any], style: Style, out: Path | None) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from loka_sim.cli.output import Style, figure, table, wrap
+from loka_sim.cli.output import Style, figure, statements, table, wrap
 
 _LABELS = {"bf16": "bf16", "decision": "loka-sim's decision", "table": "the table"}
 _WORDS = {
@@ -32,7 +32,7 @@ def step_screen(document: dict[str, Any], style: Style, trace: Path | None = Non
     lines += [*_streams(document, style), "", *_kinds(document, style)]
     if document["collectives"]:
         lines += ["", *_calls(document, style)]
-    lines += ["", *_statements(document, style)]
+    lines += ["", *statements(document, style)]
     if trace is not None:
         lines += ["", f"wrote {trace}: open it in https://ui.perfetto.dev"]
     return "\n".join(lines)
@@ -77,7 +77,7 @@ def scaling_screen(document: dict[str, Any], style: Style) -> str:
     head, *body = table(rows, "rrrrrrrrrl", indent=0)
     missing = [f"{row['gpus']:,} GPUs: {row['missing']}." for row in document["rows"] if "missing" in row]
     said = [style(line, "yellow") for text in missing for line in wrap(text, "  ! ", "    ")]
-    return "\n".join([*lines, "", style(head, "dim"), *body, "", *said, *_statements(document, style)])
+    return "\n".join([*lines, "", style(head, "dim"), *body, "", *said, *statements(document, style)])
 
 
 def _rate(value: float) -> str:
@@ -86,15 +86,6 @@ def _rate(value: float) -> str:
         if value >= factor:
             return f"{value / factor:.3g}{prefix}"
     return f"{value:.3g}"
-
-
-def _statements(document: dict[str, Any], style: Style) -> list[str]:
-    lines = []
-    for statement in document["statements"]:
-        warning = statement["level"] == "warning"
-        wrapped = wrap(statement["text"], "  ! " if warning else "  - ", "    ")
-        lines += [style(line, "yellow" if warning else "dim") for line in wrapped]
-    return lines
 
 
 def _subject(document: dict[str, Any]) -> str:
