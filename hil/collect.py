@@ -333,15 +333,20 @@ def _sweep(
         **fingerprint(),
         "libraries": {spec.library: found for spec in used if (found := availability(spec).version)},
     }
+    failure = None
     try:
         collect(work, options.family, deadline, workers, lambda rows: timings.add(rows, run), lock)
     except KeyboardInterrupt:
         print("interrupted; what was measured is kept", file=sys.stderr)
-    if not timings.fresh:
+    except RuntimeError as error:
+        failure = str(error)
+    if timings.fresh:
+        timings.save(run)
+        print(f"{timings.path.name}: {timings.fresh} new rows, {len(timings.rows)} in all", flush=True)
+    else:
         print("nothing new was measured", file=sys.stderr)
-        return 0
-    timings.save(run)
-    print(f"{timings.path.name}: {timings.fresh} new rows, {len(timings.rows)} in all", flush=True)
+    if failure:
+        sys.exit(failure)
     return timings.fresh
 
 

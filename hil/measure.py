@@ -172,14 +172,19 @@ class Workers:
     Args:
         number: How many.
         lock: Held by whoever measures; one among themselves where there is none to share.
+        serve: What each runs: called with its number, the lock, and the queues of tasks and of results.
     """
 
-    def __init__(self, number: int, lock: AbstractContextManager[Any] | None = None) -> None:
+    def __init__(
+        self, number: int, lock: AbstractContextManager[Any] | None = None, serve: Callable[..., None] | None = None
+    ) -> None:
         """Starts them."""
         context = multiprocessing.get_context("spawn")
         self._tasks, self._results, self._sweep = context.Queue(), context.Queue(), 0
-        given = (lock or context.Lock(), self._tasks, self._results)
-        self._processes = [context.Process(target=_serve, args=(index, *given), daemon=True) for index in range(number)]
+        # Kept: a process that has yet to start finds a lock by its name, and the last reference takes the name along.
+        self._lock = lock or context.Lock()
+        given = (self._lock, self._tasks, self._results)
+        self._processes = [context.Process(target=serve or _serve, args=(index, *given), daemon=True) for index in range(number)]
         for process in self._processes:
             process.start()
 
@@ -191,9 +196,15 @@ class Workers:
         """Ends them."""
         for process in self._processes:
             process.terminate()
+        # What nobody reads any more would otherwise be waited for.
+        self._tasks.cancel_join_thread()
 
     def run(self, work: Work, deadline: float, on_rows: Callable[[Rows], None]) -> None:
-        """Measure the shapes in their order, handing over each one's rows as they come, until done or out of time."""
+        """Measure the shapes in their order, handing over each one's rows as they come, until done or out of time.
+
+        Raises:
+            RuntimeError: every worker has died.
+        """
         started, rows, done = time.time(), 0, 0
         self._sweep += 1
         for number, (shape, names) in enumerate(work):
@@ -206,7 +217,11 @@ class Workers:
                 # What a dead worker was at is lost.
                 now = sum(process.is_alive() for process in self._processes)
                 waiting, alive = waiting - (alive - now), now
-                if not alive or time.time() > deadline + PATIENCE_S:
+                if not alive:
+                    raise RuntimeError(
+                        f"every measuring process died, {len(work) - waiting} of {len(work)} tasks were done"
+                    ) from None
+                if time.time() > deadline + PATIENCE_S:
                     break
                 continue
             if sweep != self._sweep:

@@ -1,3 +1,4 @@
+import gc
 import json
 import math
 import time
@@ -323,12 +324,15 @@ def test_several_sweeps_go_through_the_same_workers(monkeypatch):
             done.append((shape, names))
             results.put((key, [{"kernel": name} for name in names] if time.time() <= deadline else []))
 
-    context = SimpleNamespace(Queue=queue.Queue, Lock=threading.Lock, Process=Process)
+    class Queue(queue.Queue):
+        def cancel_join_thread(self):
+            pass
+
+    context = SimpleNamespace(Queue=Queue, Lock=threading.Lock, Process=Process)
     monkeypatch.setattr(measuring.multiprocessing, "get_context", lambda kind: context)
-    monkeypatch.setattr(measuring, "_serve", serve)
     rows = []
     work = [(Shape(number, 1, 1), ["a", "b"]) for number in range(1, 6)]
-    with measuring.Workers(2) as workers:
+    with measuring.Workers(2, serve=serve) as workers:
         workers.run(work, time.time() + 60, rows.extend)
         assert len(rows) == 10 and [shape.m for shape, _ in done] == [1, 2, 3, 4, 5]
         workers.run(work, time.time() - 1, rows.extend)
@@ -336,3 +340,28 @@ def test_several_sweeps_go_through_the_same_workers(monkeypatch):
         dies.add(Shape(2, 1, 1))
         workers.run(work, time.time() + 60, rows.extend)
         assert len(rows) == 18
+
+
+def _measures(index, lock, tasks, results):
+    while (task := tasks.get()) is not None:
+        key, shape, names, _ = task
+        with lock:
+            results.put((key, [{"kernel": name, "m": shape.m} for name in names]))
+
+
+def _dies(index, lock, tasks, results):
+    raise SystemExit(3)
+
+
+def test_workers_of_processes_share_a_lock_of_their_own():
+    rows, work = [], [(Shape(number, 1, 1), ["a"]) for number in range(1, 9)]
+    with measuring.Workers(2, serve=_measures) as workers:
+        gc.collect()
+        workers.run(work, time.time() + 60, rows.extend)
+    assert sorted(row["m"] for row in rows) == list(range(1, 9))
+
+
+def test_a_sweep_whose_processes_all_died_says_so():
+    work = [(Shape(number, 1, 1), ["a"]) for number in range(1, 5)]
+    with measuring.Workers(2, serve=_dies) as workers, pytest.raises(RuntimeError, match="every measuring process died"):
+        workers.run(work, time.time() + 60, lambda rows: None)
