@@ -126,6 +126,24 @@ def interaction_shapes(count: int, seed: int) -> list[Shape]:
     return list(shapes)
 
 
+def grouped_shapes(count: int, seed: int) -> list[Shape]:
+    """`count` distinct grouped GEMMs of experts, task towers and layers of one feature each: 2 to 512 groups of equal rows.
+
+    Forward and input gradients have the batch as M of every group, weight gradients (three in ten) as K. N and K are
+    multiples of 16, so that FP8 is legal.
+    """
+    rng = np.random.default_rng(seed)
+    shapes: dict[Shape, None] = {}
+    while len(shapes) < count:
+        groups = int(rng.choice((2, 4, 8, 16, 26, 32, 64, 128, 256, 512)))
+        rows, (first, second) = _rows(rng, 64, 16384), (_feature(rng, 2048, 0.0) for _ in range(2))
+        shape = Shape(first, second, rows, groups) if rng.random() < 0.3 else Shape(rows, first, second, groups)
+        work = 2.0 * groups * shape.m * shape.n * shape.k
+        if groups * max(shape.m * shape.k, shape.n * shape.k, shape.m * shape.n) <= _MAX_OPERAND and work <= _MAX_FLOPS:
+            shapes[shape] = None
+    return list(shapes)
+
+
 def mixed_shapes(count: int, seed: int) -> list[Shape]:
     """`gemm_shapes` with a tenth as many `batched_shapes` spread among them."""
     shapes = gemm_shapes(count, seed)
@@ -172,6 +190,7 @@ SWEEPS = {
     ("gemm", "tall"): (tall_shapes, 500),
     ("gemm", "wide"): (wide_shapes, 500),
     ("gemm", "interaction"): (interaction_shapes, 1600),
+    ("gemm", "grouped"): (grouped_shapes, 500),
     ("memory", "lrm"): (memory_shapes, 320),
     ("memory", "wide"): (wide_memory_shapes, 100),
 }

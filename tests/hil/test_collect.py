@@ -14,7 +14,9 @@ from hil import measure as measuring
 from hil.collect import COLUMNS, SWEEPS, Timings, legal_runners, main, matching, read_shapes
 from hil.kernels import availability as kernels_room
 from hil.kernels.base import Shape
+from hil.shapes import grouped_shapes
 from hil.timing import Timing, eager_call_us
+from perfmodel.kernels import KERNELS
 
 GEMMS = {"torch/bf16", "torch/fp8_block128"} | {
     f"torch/fp8_{scaling}_{how}" for scaling in ("tensorwise", "rowwise") for how in ("fast", "split")
@@ -340,6 +342,15 @@ def test_several_sweeps_go_through_the_same_workers(monkeypatch):
         dies.add(Shape(2, 1, 1))
         workers.run(work, time.time() + 60, rows.extend)
         assert len(rows) == 18
+
+
+def test_grouped_shapes_are_legal_for_the_grouped_kernels():
+    shapes = grouped_shapes(300, 5)
+    assert len(set(shapes)) == 300
+    for name in ("torch/fp8_grouped_rowwise_fast", "torch/bf16_batched"):
+        assert not any(KERNELS[name].illegal(s.m, s.n, s.k) for s in shapes)
+    assert {s.groups for s in shapes} >= {2, 26, 512}
+    assert all(s.groups * max(s.m * s.k, s.n * s.k, s.m * s.n) <= 2**29 for s in shapes)
 
 
 def _measures(index, lock, tasks, results):
