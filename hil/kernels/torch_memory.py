@@ -189,10 +189,24 @@ def _bias_error(shape: Shape, pool: BufferPool, result: Any) -> float:
     return _relative(result, pool.view((shape.m, shape.k), 0, 0).double().sum(dim=0))
 
 
-def _quantizer(name: str, function: Callable[..., Any], block: tuple[int, int] | None = None, transposed: bool = False) -> Runner:
+# What torch.compile is given, by scaling and form; and the block that has a scale, where one has.
+QUANTIZERS: dict[str, tuple[Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], tuple[int, int] | None]] = {
+    "tensorwise": (quantize_tensorwise, None),
+    "rowwise": (quantize_rowwise, None),
+    "block1x128": (quantize_block1x128, (1, 128)),
+    "block128x128": (quantize_block128x128, (128, 128)),
+    "tensorwise_transposed": (_quantize_tensor_transposed, None),
+    "rowwise_transposed": (_quantize_rows_of_transpose, None),
+    "block1x128_transposed": (_quantize_1x128_of_transpose, (1, 128)),
+    "block128x128_transposed": (_quantize_128x128_of_transpose, (128, 128)),
+}
+
+
+def _quantizer(name: str) -> Runner:
+    function, block = QUANTIZERS[name]
     return Runner(
-        f"torch/{name}", lambda s: 3 * s.m * s.k, partial(_bind_unary, function, torch.bfloat16),
-        partial(_quantize_error, block, transposed), 0.05,
+        f"torch/quantize_{name}", lambda s: 3 * s.m * s.k, partial(_bind_unary, function, torch.bfloat16),
+        partial(_quantize_error, block, name.endswith("_transposed")), 0.05,
     )  # fmt: skip
 
 
@@ -205,14 +219,7 @@ def _pointwise(name: str, backward: bool) -> Runner:
 
 
 MEMORY_RUNNERS = (
-    _quantizer("quantize_tensorwise", quantize_tensorwise),
-    _quantizer("quantize_rowwise", quantize_rowwise),
-    _quantizer("quantize_block1x128", quantize_block1x128, (1, 128)),
-    _quantizer("quantize_block128x128", quantize_block128x128, (128, 128)),
-    _quantizer("quantize_tensorwise_transposed", _quantize_tensor_transposed, transposed=True),
-    _quantizer("quantize_rowwise_transposed", _quantize_rows_of_transpose, transposed=True),
-    _quantizer("quantize_block1x128_transposed", _quantize_1x128_of_transpose, (1, 128), transposed=True),
-    _quantizer("quantize_block128x128_transposed", _quantize_128x128_of_transpose, (128, 128), transposed=True),
+    *(_quantizer(name) for name in QUANTIZERS),
     Runner("torch/transpose_e4m3", lambda s: 2 * s.m * s.k, partial(_bind_unary, _transpose, E4M3), _transpose_error, 0.0),
     *(_pointwise(name, backward) for name in _POINTWISE for backward in (False, True)),
     Runner(
