@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from torch import Tensor
 
 from hil.compiled import kernel_launches, kernel_times, recorded
 from hil.fused_families import Case, families, power_law, uniform
+from hil.quantized_families import quantized_families
 
 ITERATIONS = 8
 EAGER_ITERATIONS = 7
@@ -73,7 +76,7 @@ def measure_compiled(out: Path, seconds: float, wanted: str = "*") -> int:
     started = time.monotonic()
     filler = torch.empty(2**28, dtype=torch.bfloat16, device="cuda")
     rows, left_out = [], []
-    for family, cases in families():
+    for family, cases in chain(families(), quantized_families()):
         if not fnmatchcase(family, wanted):
             continue
         if time.monotonic() - started > seconds:
@@ -97,6 +100,10 @@ BAGS = (
     (10_000_000, 128, 65536, 1),
 )  # fmt: skip
 """Rows, elements of a row, samples, ids a sample."""
+FUSED_TABLES = (
+    (26, 1_000_000, 128, 2048, 1), (26, 1_000_000, 128, 8192, 1), (8, 4_000_000, 256, 2048, 20), (1, 1_000_000, 64, 8192, 50),
+)  # fmt: skip
+"""Tables, rows, elements of a row, samples, ids a sample."""
 
 
 def _bag_cases() -> Iterator[EagerCase]:
@@ -147,9 +154,9 @@ def _optimizer_cases() -> Iterator[EagerCase]:
         "sgd_fused": (torch.optim.SGD, {"fused": True, "lr": 0.1}),
         "sgd_momentum_fused": (torch.optim.SGD, {"fused": True, "lr": 0.1, "momentum": 0.9}),
         "adagrad_foreach": (torch.optim.Adagrad, {"foreach": True}),
-        "adagrad_fused": (torch.optim.Adagrad, {"fused": True}),
     }
-    lists = ((1024 * 1024,) * 4, (1024 * 1024,) * 64, (4096 * 4096,) * 16, (256 * 256,) * 100, (1024,) * 200, (8192 * 8192,) * 8)
+    lists = ((1024 * 1024,) * 4, (1024 * 1024,) * 64, (4096 * 4096,) * 16, (256 * 256,) * 100, (1024,) * 200, (8192 * 8192,) * 8,
+             (512 * 512, 512) * 40, (3456 * 1024, 1024) * 8, (8192 * 2048, 8192) * 16, (256 * 512, 512) * 4)  # fmt: skip
     for dtype in (torch.bfloat16, torch.float32):
         for name, (cls, options) in classes.items():
             for sizes in lists:
@@ -169,36 +176,97 @@ def _optimizer_cases() -> Iterator[EagerCase]:
                 torch.cuda.empty_cache()
 
 
+def _table_cases() -> Iterator[EagerCase]:
+    """Look-ups whose backward updates the rows in place, as a fused embedding library does it; none without fbgemm_gpu."""
+    try:
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+        from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+        from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
+    except (ImportError, OSError, RuntimeError) as problem:
+        print(f"tables: {str(problem)[:100]}", file=sys.stderr)
+        return
+    for optimizer in ("EXACT_ROWWISE_ADAGRAD", "EXACT_SGD"):
+        for tables, rows, dim, batch, pooling in FUSED_TABLES:
+            module = SplitTableBatchedEmbeddingBagsCodegen(
+                [(rows, dim, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)] * tables,
+                optimizer=EmbOptimType[optimizer], learning_rate=0.01, weights_precision=SparseType.FP16,
+                output_dtype=SparseType.FP16,
+            )  # fmt: skip
+            offsets = torch.arange(0, tables * batch * pooling + 1, pooling, device="cuda")
+            for law, ids_of in (("uniform", uniform), ("power_law", power_law)):
+                ids = ids_of(tables * batch * pooling, rows)
+                output = module(ids, offsets)
+                gradient = torch.randn_like(output)
+                facts = {"tables": tables, "rows": rows, "dim": dim, "batch": batch, "pooling": pooling, "ids": law}
+                yield f"tables_forward_{optimizer.lower()}", facts, partial(module, ids, offsets)
+                yield f"tables_update_{optimizer.lower()}", facts, partial(output.backward, gradient, retain_graph=True)
+            del module, output
+            torch.cuda.empty_cache()
+
+
+def _step_cases() -> Iterator[EagerCase]:
+    """Forward and backward of networks so small that the host's launches are what takes the time."""
+
+    def layer(norm: bool) -> list[torch.nn.Module]:
+        linear = torch.nn.Linear(64, 64)
+        return [linear, torch.nn.LayerNorm(64), torch.nn.SiLU()] if norm else [linear, torch.nn.ReLU()]
+
+    for layers in (8, 32):
+        for norm in (False, True):
+            modules = [module for _ in range(layers) for module in layer(norm)]
+            network = torch.nn.Sequential(*modules).to("cuda", torch.bfloat16)
+            inputs = _random_rows(64, 64)
+            facts = {"layers": layers, "norm": norm, "gemms": 3 * layers - 1}
+            for operation, called in (("step_eager", network), ("step_compiled", torch.compile(network, dynamic=False))):
+                run = partial(_train, network, called, inputs)
+                run()
+                yield operation, facts, run
+
+
+def _train(network: torch.nn.Module, called: Callable[[Tensor], Tensor], inputs: Tensor) -> None:
+    called(inputs).float().square().mean().backward()
+    network.zero_grad(set_to_none=True)
+
+
+def _random_rows(*size: int) -> Tensor:
+    return torch.randn(*size, dtype=torch.bfloat16, device="cuda")
+
+
 def measure_eager(out: Path, seconds: float) -> int:
     """Measure look-ups, scatter-adds, fills and optimizer steps; rows go to `eager_ops.json`."""
     started = time.monotonic()
     filler = torch.empty(2**28, dtype=torch.bfloat16, device="cuda")
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
-    for cases in (_bag_cases(), _optimizer_cases()):
-        for operation, facts, run in cases:
-            if time.monotonic() - started > seconds:
-                left_out.append(f"{operation} {facts}: out of time")
-                break
-
-            def cold(run: Callable[[], object] = run) -> None:
-                filler.fill_(1.0)
-                run()
-
-            kernels_us, launches, names = _without_flush(kernel_launches(cold, EAGER_ITERATIONS, 2))
-            torch.cuda.synchronize()
-            before = time.perf_counter()
-            for _ in range(5):
-                run()
-            torch.cuda.synchronize()
-            wall = 1e6 * (time.perf_counter() - before) / 5
-            rows.append(
-                {"operation": operation, **facts, "kernels_us": kernels_us, "launches": launches, "wall_us": wall,
-                 "names": names}
-            )  # fmt: skip
-    _save(out / "eager_ops.json", rows, left_out)
+    for cases in (_step_cases(), _optimizer_cases(), _table_cases(), _bag_cases()):
+        try:
+            for operation, facts, run in cases:
+                if time.monotonic() - started > seconds:
+                    left_out.append(f"{operation} {facts}: out of time")
+                    break
+                rows.append({"operation": operation, **facts, **_eager(run, filler)})
+        except Exception as error:  # one operation that a version refuses must not cost the others
+            left_out.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
+        _save(out / "eager_ops.json", rows, left_out)
     print(f"{time.monotonic() - started:5.0f} s  {len(rows)} eager operations", file=sys.stderr, flush=True)
     return 0
+
+
+def _eager(run: Callable[[], object], filler: Tensor) -> dict[str, Any]:
+    """Kernel time, launches and wall time of an operation."""
+
+    def cold() -> None:
+        filler.fill_(1.0)
+        run()
+
+    kernels_us, launches, names = _without_flush(kernel_launches(cold, EAGER_ITERATIONS, 2))
+    torch.cuda.synchronize()
+    before = time.perf_counter()
+    for _ in range(5):
+        run()
+    torch.cuda.synchronize()
+    wall = 1e6 * (time.perf_counter() - before) / 5
+    return {"kernels_us": kernels_us, "launches": launches, "wall_us": wall, "names": names}
 
 
 def _without_flush(launches: list[tuple[str, float]]) -> tuple[float, int, dict[str, float]]:

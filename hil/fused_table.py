@@ -14,6 +14,7 @@ from typing import Any
 import pandas
 
 from hil.fused_families import CUBES, MATRICES
+from hil.quantized_families import SIZES
 from perfmodel.fused import instructions_of
 
 
@@ -46,6 +47,8 @@ def _entry(
     entry = {"kind": "pointwise", "read_bytes": read_bytes, "written_bytes": written_bytes, "unordered_bytes": 0, "uneven": False}
     if family in TURNED:
         return _turned_entry(family, kept, reduced, entry)
+    if family.startswith(("tensorwise_", "rowwise_")):
+        return _quantized_entry(family, kept, reduced, entry, tiled)
     if family == "norm_backward" and (kept, reduced) in MATRICES:
         return {**entry, "kind": "both" if _both(kept, reduced) and written_bytes > kept * reduced else "row"}
     if reduced > 1:
@@ -86,6 +89,19 @@ def _turned_entry(family: str, kept: int, reduced: int, entry: dict[str, Any]) -
     if family == "turned_sums_norm_backward":  # whose sums along memory read one FP32 tensor, written before
         return {**entry, "kind": "both" if _both(*cube) else "row"}
     return {**entry, "kind": "row", "uneven": True}
+
+
+def _quantized_entry(family: str, kept: int, reduced: int, entry: dict[str, Any], tiled: bool) -> dict[str, Any] | None:
+    """Largest magnitudes run along memory, in stages; transposed copies lie across it."""
+    readings = family.rpartition("_")[2]
+    if reduced > 1:
+        if family.startswith("rowwise_") and (kept, reduced) not in SIZES:
+            return None  # a stage of the columns' magnitudes
+        turned = kept * reduced if family.startswith("rowwise_") and readings == "rt" else 0
+        return {**entry, "kind": "row", "unordered_bytes": turned}
+    if "t" not in readings or not tiled:
+        return entry
+    return {**entry, "unordered_bytes": kept if readings == "rt" else entry["read_bytes"]}
 
 
 def _both(kept: int, reduced: int) -> bool:
