@@ -1,8 +1,10 @@
 """`loka-sim collect --gpu`: a GPU's own times, from nothing, for a GPU that the package has no data of.
 
-GEMMs and memory-bound kernels are measured side by side, then on a host of several GPUs collectives. What comes of it is a
-time model of this GPU's own where every kernel was measured often enough to fit one, and the shipped model of a related GPU,
-corrected by what was measured, where not or where that predicts better. Each part goes on where a killed run left it.
+torch's GEMMs and memory-bound kernels are measured side by side. Where there is time to fit a model of this GPU's own, very
+many quick launches of the GEMMs follow, which show where the library changes its kernel, and then other libraries' kernels; on
+a host of several GPUs collectives come last. The result is that model where every kernel was measured often enough, and the
+shipped model of a related GPU, corrected by what was measured, where not or where that predicts better. Each part goes on where
+a killed run left it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +23,7 @@ from loka_sim import calibration
 from loka_sim.errors import DataError, UserError
 from loka_sim.files import write_text_atomic
 from loka_sim.validation import measuring, require_gpu
+from perfmodel.kernels import KERNELS
 
 if TYPE_CHECKING:
     import pandas
@@ -28,11 +32,44 @@ if TYPE_CHECKING:
     from perfmodel.model import PerfModel
     from perfmodel.refinement import Refinement
 
-# Parts of the time that the sweeps and the collectives may take; fitting has the rest.
-SWEEPS, COLLECTIVES = 0.66, 0.12
-HARDWARE, FIT = "hardware.json", "fit"
+HARDWARE, FIT, LAUNCHES = "hardware.json", "fit", "launches.parquet"
+# From so many minutes on a fit of its own is meant; in less, no sweep suffices for one.
+LEAST_MINUTES_FIT = 12.0
+# More shapes than can be launched in the minutes after which more of them teach little.
+MOST_LAUNCHED, MOST_MINUTES_LAUNCHING = 120_000, 4.5
+# Other shapes than the shipped models were fitted to: on those a correction would seem better, and surer, than it is.
+SEED = 271_828
 # Rows of a kernel that a correction of a shipped model is made from: it learns little from more, and its time is their cube.
 MOST_ROWS_REFINED = 400
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Parts of the whole time at which each kind of measuring ends; making the model has the rest.
+
+    Attributes:
+        sweeps: torch's kernels.
+        launches: Quick launches of its GEMMs.
+        libraries: Kernels of other libraries.
+        collectives: Collectives, where there are several GPUs.
+    """
+
+    sweeps: float
+    launches: float
+    libraries: float
+    collectives: float
+
+    @classmethod
+    def of(cls, minutes: float, gpus: int, related: bool) -> Shares:
+        """Those of a run: without collectives on one GPU, and all for torch's kernels where the time is too short for a fit."""
+        if minutes < LEAST_MINUTES_FIT:
+            # Correcting takes seconds, fitting tens of them.
+            end = 0.9 if related else 0.75
+            sweeps = end - (0.15 if gpus > 1 else 0.0)
+            return cls(sweeps, sweeps, sweeps, end)
+        end = 0.78
+        libraries = end - (0.1 if gpus > 1 else 0.0)
+        return cls(libraries - 0.3, libraries - 0.14, libraries, end)
 
 
 def collect(out: str | Path, *, minutes: float = 28.0, name: str | None = None, command: Sequence[str] = ()) -> dict[str, Any]:
@@ -52,7 +89,7 @@ def collect(out: str | Path, *, minutes: float = 28.0, name: str | None = None, 
         UserError: an argument is wrong, or the folder holds something else.
         DataError: there is no GPU that can do it, or a measuring process failed.
     """
-    out = Path(out)
+    out, started = Path(out), time.monotonic()
     if not minutes >= 2:
         raise UserError(f"--minutes {minutes:g} is too short for a sweep; give at least 2, 28 is usual")
     timings = out / "timings"
@@ -63,17 +100,22 @@ def collect(out: str | Path, *, minutes: float = 28.0, name: str | None = None, 
 
     from hil.fingerprint import fingerprint
 
+    def left(share: float = 1.0) -> float:
+        return 60 * minutes * share - (time.monotonic() - started)
+
     machine = fingerprint()
     hardware = name or _slug(machine["gpu"])
-    started, gpus = time.monotonic(), torch.cuda.device_count()
+    major, minor = machine["capability"].split(".")
+    related = _related((int(major), int(minor)))
+    gpus = torch.cuda.device_count()
+    shares = Shares.of(minutes, gpus, related is not None)
     timings.mkdir(parents=True, exist_ok=True)
+    measure(timings, shares, left)
     left_out = []
-    share = SWEEPS if gpus > 1 else SWEEPS + COLLECTIVES
-    with measuring.Sweeps(timings) as sweeps:
-        sweeps.measure("lrm", drawn(), 60 * minutes * share - (time.monotonic() - started))
-    if gpus > 1:
-        measuring.collectives(timings, gpus, 60 * minutes * COLLECTIVES)
-    else:
+    if gpus > 1 and left(shares.collectives) > 0:
+        _say(f"collectives between {gpus} GPUs, {left(shares.collectives):.0f} s ...")
+        measuring.collectives(timings, gpus, left(shares.collectives))
+    elif gpus == 1:
         left_out.append("collectives: one GPU alone is here; times of several come from the shipped table, where there is one")
     rows = measuring.timings(timings)
     if rows.empty:
@@ -81,8 +123,8 @@ def collect(out: str | Path, *, minutes: float = 28.0, name: str | None = None, 
     left_out += unmeasured(rows)
     spec = hardware_of(hardware, machine, rows)
     write_text_atomic(out / HARDWARE, json.dumps(spec, indent=1) + "\n")
-    _say("making the time model ...")
-    made, notes = make_model(out, timings, rows, tuple(spec["capability"]))
+    _say(f"making the time model of {len(rows):,} rows, {max(left(), 0):.0f} s are left ...")
+    made, notes = make_model(out, timings, rows, related, left())
     table = timings / "collectives.parquet"
     if table.is_file():
         shutil.copyfile(table, out / "perfmodel" / table.name)
@@ -94,25 +136,48 @@ def collect(out: str | Path, *, minutes: float = 28.0, name: str | None = None, 
     }  # fmt: skip
 
 
-def drawn() -> dict[str, list[tuple[Shape, tuple[str, ...]]]]:
-    """The shapes of the whole sweeps, under every kernel that is here."""
+def measure(timings: Path, shares: Shares, left: Callable[[float], float]) -> None:
+    """Sweep, launch quickly, and sweep other libraries' kernels, as far as the shares of the time allow.
+
+    Args:
+        timings: Where the rows go.
+        shares: Of the time.
+        left: Seconds that are left of such a share.
+    """
+    others = sorted({spec.library for spec in KERNELS.values()} - {"torch"})
+    with measuring.Sweeps(timings) as sweeps:
+        _say(f"torch's kernels, at most {left(shares.sweeps):.0f} s ...")
+        sweeps.measure("lrm", drawn(("torch/*",)), left(shares.sweeps))
+        if shares.launches > shares.sweeps and not (timings / LAUNCHES).is_file():
+            seconds = min(left(shares.launches), 60 * MOST_MINUTES_LAUNCHING)
+            _say(f"quick launches of torch's GEMMs, {seconds:.0f} s ...")
+            arguments = ["--out", str(timings), "--count", str(MOST_LAUNCHED), "--seed", str(SEED + 1)]
+            arguments += ["--minutes", f"{seconds / 60:.3f}"]
+            # 1: nothing new was measured.
+            measuring.run("hil.launches", arguments, accept=(0, 1), seconds=seconds + measuring.GRACE_S)
+        if shares.libraries > shares.launches:
+            _say(f"other libraries' kernels, at most {left(shares.libraries):.0f} s ...")
+            sweeps.measure("lrm", drawn([f"{library}/*" for library in others]), left(shares.libraries))
+
+
+def drawn(patterns: Sequence[str]) -> dict[str, list[tuple[Shape, tuple[str, ...]]]]:
+    """The shapes of the whole sweeps, under kernels of these names."""
     from hil.shapes import SWEEPS as DRAWN
 
     found: dict[str, list[tuple[Shape, tuple[str, ...]]]] = {}
     for family in measuring.FAMILIES:
         draw, count = DRAWN[family, "lrm"]
-        found[family] = [(shape, ("*",)) for shape in draw(count, 0)]
+        found[family] = [(shape, tuple(patterns)) for shape in draw(count, SEED)]
     return found
 
 
 def unmeasured(rows: pandas.DataFrame) -> list[str]:
     """What of the whole sweeps is not there, in words."""
     from loka_sim.validation.plan import FAMILIES as KINDS
-    from perfmodel.kernels import KERNELS
 
     kinds = rows["kernel"].map(lambda kernel: KINDS[KERNELS[kernel].kind])
     found = []
-    for family, items in drawn().items():
+    for family, items in drawn(()).items():
         whole = len(items)
         number = len(rows.loc[kinds == family, ["m", "n", "k", "groups"]].drop_duplicates())
         if number < whole:
@@ -120,14 +185,17 @@ def unmeasured(rows: pandas.DataFrame) -> list[str]:
     return found
 
 
-def make_model(out: Path, timings: Path, rows: pandas.DataFrame, capability: tuple[int, int]) -> tuple[dict[str, Any], list[str]]:
+def make_model(
+    out: Path, timings: Path, rows: pandas.DataFrame, related: PerfModel | None, seconds: float
+) -> tuple[dict[str, Any], list[str]]:
     """Write `out/perfmodel`: a fit of its own, or a shipped model corrected, whichever predicts held-out shapes better.
 
     Args:
         out: The calibration.
         timings: Where the sweeps lie.
         rows: What they hold.
-        capability: Of the GPU.
+        related: The shipped model of a GPU of the same capability; None where there is none.
+        seconds: What a fit may take where there is a model to correct instead.
 
     Returns:
         `model` (in words) and `held_out` (accuracy per kernel), and what was left out.
@@ -138,16 +206,22 @@ def make_model(out: Path, timings: Path, rows: pandas.DataFrame, capability: tup
     from hil.kernels.availability import available_kernels
     from perfmodel.fit import LEAST_ROWS_FIT
 
-    related = _related(capability)
-    refinement = _refined(related, rows) if related else None
     needed = set(available_kernels(list(related.manifest["kernels"]))) if related else set()
     few = {name for name in needed if (rows["kernel"] == name).sum() < LEAST_ROWS_FIT}
     shutil.rmtree(out / FIT, ignore_errors=True)
-    fitted = None
-    if not few:
+    refinement, fitted, notes = None, None, []
+    if few:
+        notes.append(f"a fit of its own: {len(few)} of {len(needed)} kernels have fewer than {LEAST_ROWS_FIT} rows")
+        refinement = _refined(related, rows) if related else None
+    else:
+        begun = time.monotonic()
         arguments = ["--timings", str(timings), "--hardware-spec", str(out / HARDWARE), "--out", str(out / FIT)]
-        measuring.run("perfmodel.fit", arguments)
-        fitted = (measuring.read_json(out / FIT / "perfmodel" / "manifest.json") or {})["kernels"]
+        with measuring.Child("perfmodel.fit", arguments) as child:
+            refinement = _refined(related, rows) if related else None
+            rest = max(seconds - (time.monotonic() - begun), 0.0)
+            if child.wait(seconds=None if refinement is None else rest) is None:
+                notes.append("a fit of its own: it would take longer than the minutes given")
+        fitted = (measuring.read_json(out / FIT / "perfmodel" / "manifest.json") or {}).get("kernels")
     shutil.rmtree(out / "perfmodel", ignore_errors=True)
     accuracy = {} if refinement is None else refinement.accuracy_after["kernels"]
     held_out = {kernel: entry["held_out"] for kernel, entry in (fitted or {}).items()}
@@ -157,7 +231,6 @@ def make_model(out: Path, timings: Path, rows: pandas.DataFrame, capability: tup
         assert related is not None
         refinement.save(out)
         shutil.rmtree(out / FIT, ignore_errors=True)
-        notes = [f"a fit of its own: {len(few)} of {len(needed)} kernels have fewer than {LEAST_ROWS_FIT} rows"] if few else []
         unseen = sorted(needed - set(accuracy))
         if unseen:
             notes.append(f"not measured, so as on {related.hardware.name}, corrected like their kind: {', '.join(unseen)}")
@@ -211,7 +284,6 @@ def hardware_of(name: str, machine: dict[str, Any], rows: pandas.DataFrame) -> d
     """
     import numpy as np
 
-    from perfmodel.kernels import KERNELS
     from perfmodel.roofline import flops, moved_bytes
 
     def best(what: str, kernels: list[str], amount: Any, among: pandas.DataFrame = rows) -> float:

@@ -37,7 +37,7 @@ class MadeUp:
 
     def measure(self, name, wanted, seconds):
         assert name == "lrm"
-        self.asked.append(("sweeps", seconds))
+        self.asked.append((wanted["gemm"][0][1], seconds))
         model = perfmodel.load("h200")
         known = set(self.kernels or model.manifest["kernels"])
         for family, items in wanted.items():
@@ -52,7 +52,8 @@ class MadeUp:
             frame["p50_us"] = model.predict(frame)["time_us"] * noise
             frame["p50_us"] *= frame["kernel"].map(lambda kernel: SLOWER[KERNELS[kernel].kind])
             frame = frame.assign(p10_us=0.99 * frame["p50_us"], p90_us=1.01 * frame["p50_us"], sweep="lrm", eager_us=np.nan)
-            frame.to_parquet(self.folder / f"{family}.parquet")
+            path = self.folder / f"{family}.parquet"
+            pd.concat([pd.read_parquet(path), frame] if path.exists() else [frame]).to_parquet(path)
 
     def collectives(self, folder, gpus, seconds):
         self.asked.append(("collectives", seconds))
@@ -88,8 +89,9 @@ def short(tmp_path_factory):
 def test_a_short_one_corrects_a_related_gpu(short):
     folder, document, machine = short
     assert document["hardware"] == "h100-80gb-hbm3" and document["model"] == "h200's, corrected"
-    assert [name for name, _ in machine.asked] == ["sweeps", "collectives"]
-    assert sum(seconds for _, seconds in machine.asked) < 0.85 * 360
+    assert [name for name, _ in machine.asked] == [("torch/*",), "collectives"]
+    # Each part has what is left until its share of the six minutes ends; a tenth of them makes the model.
+    assert [seconds for _, seconds in machine.asked] == pytest.approx([0.75 * 360, 0.9 * 360], abs=20)
     gemms = document["held_out"]["torch/bf16"]
     assert gemms["n"] > 50 and gemms["mape"] < 0.05
     said = " ".join(document["left_out"])
@@ -124,6 +126,50 @@ def test_a_gpu_of_no_kind_that_is_shipped_has_a_fit_of_its_own(tmp_path, monkeyp
     assert document["model"] == "fitted to this GPU alone" and set(document["held_out"]) == set(kernels)
     assert perfmodel.load("mine", tmp_path / "own").hardware.capability == (9, 9)
     assert any(text.startswith("collectives: one GPU") for text in document["left_out"])
+
+
+def test_a_long_one_launches_quickly_and_asks_other_libraries(tmp_path, monkeypatch):
+    kernels = ["torch/bf16", "torch/fp8_rowwise_fast", "torch/relu_forward", "loka/fp8_rowwise_fast"]
+    machine = on(MadeUp({"gemm": 90, "memory": 70}, kernels=kernels), monkeypatch, capability="9.9")
+    run = []
+    monkeypatch.setattr(measuring, "run", lambda module, arguments, **how: run.append((module, arguments, how)))
+    document = collect(tmp_path / "own", minutes=28, name="mine")
+    assert [asked for asked, _ in machine.asked] == [
+        ("torch/*",), ("deepgemm/*", "fbgemm/*", "loka/*", "torchao/*", "transformer_engine/*")
+    ]  # fmt: skip
+    (module, arguments, how), *more = run
+    assert module == "hil.launches" and not more and how["seconds"] == pytest.approx(60 * 4.5 + measuring.GRACE_S)
+    assert arguments[arguments.index("--minutes") + 1] == "4.500" and arguments[1] == str(tmp_path / "own" / "timings")
+    assert set(document["held_out"]) == set(kernels)
+    # What is there already is not launched again.
+    (tmp_path / "own" / "timings" / "launches.parquet").touch()
+    monkeypatch.setattr(collection, "make_model", lambda *_: ({"model": "the same", "held_out": {}}, []))
+    collect(tmp_path / "own", minutes=28, name="mine")
+    assert len(run) == 1
+
+
+def test_a_fit_that_takes_too_long_gives_way_to_a_correction(tmp_path, monkeypatch):
+    waited = []
+
+    class Slow:
+        def __init__(self, module, arguments):
+            assert module == "perfmodel.fit"
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def wait(self, accept=(0,), seconds=None):
+            waited.append(seconds)
+
+    on(MadeUp({"gemm": 60, "memory": 30}), monkeypatch)
+    monkeypatch.setattr(measuring, "Child", Slow)
+    monkeypatch.setattr("perfmodel.fit.LEAST_ROWS_FIT", 0)
+    document = collect(tmp_path / "own", minutes=6)
+    assert document["model"] == "h200's, corrected" and 0 <= waited[0] <= 360
+    assert "a fit of its own: it would take longer than the minutes given" in document["left_out"]
 
 
 def test_nothing_measured_is_no_calibration(tmp_path, monkeypatch):
