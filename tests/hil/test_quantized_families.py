@@ -5,7 +5,6 @@ import torch
 
 from hil import quantized_families
 from hil.fused_table import tabulated
-from numerics import quantize
 
 
 @pytest.fixture(scope="module")
@@ -17,12 +16,15 @@ def families():
         yield dict(quantized_families.quantized_families())
 
 
-@pytest.mark.parametrize(("family", "recipe"), [("tensorwise_same_rt", "e4m3/tensorwise"), ("rowwise_same_r", "e4m3/rowwise")])
-def test_the_values_are_those_of_the_emulator(families, family, recipe):
+@pytest.mark.parametrize(("family", "granularity"), [("tensorwise_same_rt", "TENSORWISE"), ("rowwise_same_r", "AXISWISE")])
+def test_the_values_are_torchaos(families, family, granularity):
+    config = pytest.importorskip("torchao.float8.config")
+    utils = pytest.importorskip("torchao.float8.float8_utils")
     ((computation, (x,)),) = families[family]
     scale, q, *turned = computation(x)
-    # The emulator divides by amax / 448, torchao multiplies by 448 / amax: alike to a unit in the last place of float32.
-    torch.testing.assert_close(q.float() / scale, quantize(x.float(), recipe), rtol=1e-6, atol=0)
+    wanted = utils.tensor_to_scale(x, q.dtype, scaling_granularity=config.ScalingGranularity[granularity], axiswise_dim=-1)
+    assert torch.equal(scale, wanted)
+    assert torch.equal(q.float(), utils.to_fp8_saturated(x.to(torch.float32) * wanted, q.dtype).float())
     assert all(torch.equal(t.float(), q.float().t()) for t in turned)
 
 
