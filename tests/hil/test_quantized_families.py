@@ -5,6 +5,7 @@ import torch
 
 from hil import quantized_families
 from hil.fused_table import tabulated
+from hil.quantized_families import SIZES
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,6 @@ def test_a_transposed_copy_lies_across_memory():
 
 def test_a_stage_of_the_columns_magnitudes_is_left_out():
     assert entry("rowwise_same_t", {"x": 131072, "r0_": 128}, 2**25, 2**19) is None
-    kept, reduced = quantized_families.SIZES[0]
+    kept, reduced = SIZES[0]
     turned = entry("rowwise_relu_backward_rt", {"x": kept, "r0_": reduced}, 4 * kept * reduced, 2 * kept * reduced)
     assert (turned["kind"], turned["unordered_bytes"]) == ("row", kept * reduced)
