@@ -23,7 +23,12 @@ from hil.timing import BufferPool
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _load() -> None:
+def load() -> None:
+    """Register FBGEMM's operators.
+
+    Raises:
+        ImportError: it is not installed.
+    """
     import fbgemm_gpu.experimental.gen_ai  # noqa: F401  registers torch.ops.fbgemm
 
 
@@ -45,7 +50,7 @@ def scale_shapes(shape: Shape, block: bool) -> tuple[tuple[int, ...], tuple[int,
 
 
 def _bind_gemm(multiply: Multiply, block: bool, shape: Shape, pool: BufferPool) -> Callable[[int], torch.Tensor]:
-    _load()
+    load()
     scale_a, scale_b = (torch.ones(s, device=pool.device) for s in scale_shapes(shape, block))
 
     def launch(index: int) -> torch.Tensor:
@@ -68,7 +73,7 @@ def _gemm(name: str, multiply: Multiply, block: bool = False) -> Runner:
 
 
 def _bind_quantize(operator: str, shape: Shape, pool: BufferPool) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-    _load()
+    load()
     quantize = getattr(torch.ops.fbgemm, operator)
 
     def launch(index: int) -> tuple[torch.Tensor, torch.Tensor]:

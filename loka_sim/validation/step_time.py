@@ -40,9 +40,16 @@ def converted_by_torchao(baseline: str) -> Convert:
 
 
 def converted_by_table(table: dict[str, Any]) -> Convert:
-    """The conversion that a dispatch table asks for, through what `loka-sim export` writes; needs torchao."""
+    """The conversion that a dispatch table asks for.
+
+    Of torch's kernels alone, through what `loka-sim export` writes, which needs torchao; with other libraries' among them, by
+    `dispatch.runtime`, which runs them as they are.
+    """
+    from loka_sim.dispatch import runtime
     from loka_sim.dispatch.export import export
 
+    if runtime.libraries(table) - {"torch"}:
+        return lambda model: runtime.convert(model, table)
     module = ModuleType("loka_sim_exported")
     sys.modules[module.__name__] = module  # its dataclasses look their module up
     exec(compile(export(table, "torchao"), "<exported dispatch table>", "exec"), module.__dict__)
