@@ -204,7 +204,7 @@ def _at_once(makers: Makers) -> bool:
 
 
 def _unpacked(kept: list[torch.Tensor], makers: Makers) -> tuple[torch.Tensor, Quantized | None]:
-    """What the forward kept of a tensor: its transposed reading where one was made (what comes first is then no use), or itself."""
+    """What the forward kept of a tensor: itself, or its transposed reading where one was made."""
     first = kept.pop(0)
     return first, (first, kept.pop(0)) if _at_once(makers) else None
 
