@@ -302,19 +302,18 @@ def _decide(
     spec: ModelSpec, shapes: Sequence[SiteShape], known: Distributions, decider: Decider, torchao: Decider, errors: Errors
 ) -> tuple[list[_Decisions], list[Accuracies]]:
     """Decisions and predicted errors per site; sites that are alike are decided once."""
-    memo: dict[tuple[SiteShape, int, bool], tuple[_Decisions, Accuracies]] = {}
-    decided, accuracies = [], []
-    for site, shape in zip(spec.sites, shapes, strict=True):
-        statistics = known.of(site.name)
+    distributions = [known.of(site.name) for site in spec.sites]
+    accuracies = errors.of_sites(list(zip(shapes, distributions, strict=True)))
+    memo: dict[tuple[SiteShape, int, bool], _Decisions] = {}
+    decided = []
+    for site, shape, statistics, found in zip(spec.sites, shapes, distributions, accuracies, strict=True):
         key = (shape, id(statistics), convertible(site.name, site.op, site.weight))
         if key not in memo:
-            found = errors.of_site(shape, statistics)
             passes = decider.decide(shape, found)
             beyond = any(KERNELS[p.kernel].is_fp8 and p.kernel not in torchao.toolbox.gemms for p in passes.values())
             beyond |= any(KERNELS[row.kernel].library != "torch" for p in passes.values() for row in p.rows)
-            memo[key] = (passes, torchao.decide(shape, found) if beyond and key[2] else None), found
-        decided.append(memo[key][0])
-        accuracies.append(memo[key][1])
+            memo[key] = passes, torchao.decide(shape, found) if beyond and key[2] else None
+        decided.append(memo[key])
     return decided, accuracies
 
 

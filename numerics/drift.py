@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from numerics.distributions import BINS_PER_OCTAVE, PROFILE_BINS, SCOPES, TensorStatistics
 from numerics.normal import normal_quantile
+from numerics.outputs import Outputs
 from numerics.reference import FRACTION_BITS, GROUP, PROMOTION
 
 _LEAST = -60
@@ -28,6 +31,9 @@ _PEAKS = (np.arange(3) + 0.5) / 3
 # An exponent is the floor of a logarithm: on average of 2**, 0.47 octaves less. A product's exponent is the sum of
 # two such floors, so that its significand is left in [1, 4).
 _FLOOR = 0.47
+# Places along K at which a chain is looked at, at most; and chains that are worked on at once, few enough for a core's cache.
+_PLACES = 15
+_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -49,35 +55,10 @@ class Drift:
     noise: float = 0.0
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """The outputs of a GEMM with these operands.
+class Accumulation(NamedTuple):
+    """How the products of one GEMM are summed.
 
     Attributes:
-        mean: Mean of y.
-        power: Mean square of y.
-        independent: Sum over K of the products' mean squares: what y's variance is for independent products.
-        k: Products in a sum.
-    """
-
-    mean: float
-    power: float
-    independent: float
-    k: int
-
-
-def drift(
-    a: TensorStatistics,
-    b: TensorStatistics,
-    outputs: Outputs,
-    accumulation: str,
-    fraction_bits: int,
-    coupling: float = 0.0,
-    split_k: int = 1,
-) -> Drift:
-    """The error of `hopper_fast` or `hopper_split`; none for the other accumulations, which keep FP32's bits.
-
-    Args:
         a: Left operand.
         b: Right operand.
         outputs: What they sum to.
@@ -86,44 +67,88 @@ def drift(
         coupling: How far the products' power follows y^2: rows that are large make both large.
         split_k: Parts of K that are summed apart.
     """
-    if accumulation not in ("hopper_fast", "hopper_split") or outputs.independent <= 0 or outputs.power <= 0:
-        return Drift(0.0, 0.0)
-    products = _products(a, b, fraction_bits)
-    unit = math.sqrt(outputs.independent / outputs.k)  # root mean square of a product
-    mean = outputs.mean / unit
-    deviation = math.sqrt(max(outputs.power - outputs.mean**2, 0.0)) / unit
-    chains = max(outputs.k / PROMOTION, 1.0) if accumulation == "hopper_split" else float(split_k)
-    steps = max(math.ceil(outputs.k / chains / GROUP), 1)
+
+    a: TensorStatistics
+    b: TensorStatistics
+    outputs: Outputs
+    accumulation: str
+    fraction_bits: int
+    coupling: float = 0.0
+    split_k: int = 1
+
+    @property
+    def exact(self) -> bool:
+        """Whether there is nothing to lose: another accumulation than Hopper's, which keeps FP32's bits, or no output."""
+        return (
+            self.accumulation not in ("hopper_fast", "hopper_split") or self.outputs.independent <= 0 or self.outputs.power <= 0
+        )
+
+    @property
+    def chains(self) -> float:
+        """Chains of additions in the tensor core that make one output."""
+        return max(self.outputs.k / PROMOTION, 1.0) if self.accumulation == "hopper_split" else float(self.split_k)
+
+
+def drifts(requests: Sequence[Accumulation]) -> list[Drift]:
+    """The error of each accumulation; what it is does not depend on those that are asked with it."""
+    found = [Drift(0.0, 0.0)] * len(requests)
+    alike: dict[_Products, list[int]] = {}
+    for place, asked in enumerate(requests):
+        if not asked.exact:
+            alike.setdefault(_products(asked.a.origin, asked.b.origin, asked.fraction_bits), []).append(place)
+    for products, places in alike.items():
+        for start in range(0, len(places), _AT_ONCE):
+            some = places[start : start + _AT_ONCE]
+            for place, drift in zip(some, _drifts(products, [requests[place] for place in some]), strict=True):
+                found[place] = drift
+    return found
+
+
+def _drifts(products: _Products, requests: Sequence[Accumulation]) -> list[Drift]:
+    """Errors where products are distributed alike."""
+    each = [asked.outputs for asked in requests]
+    mean, power, independent, k = np.array([(y.mean, y.power, y.independent, y.k) for y in each], dtype=np.float64).T
+    coupling, chains = np.array([(asked.coupling, asked.chains) for asked in requests]).T
+    unit = np.sqrt(independent / k)  # root mean square of a product
+    deviation = np.sqrt(np.maximum(power - mean**2, 0.0)) / unit
+    steps = np.maximum(np.ceil(k / chains / GROUP), 1.0)
     # Of a chain, given the whole: its part of y, and the spread of an independent part around it.
-    outcomes = mean + deviation * _OUTCOMES
-    power = float(np.mean(outcomes**2))
+    outcomes = (mean / unit)[:, None] + deviation[:, None] * _OUTCOMES
+    power = np.mean(outcomes**2, axis=1)
     # The arithmetic knows sizes only against the products at hand.
-    scale = np.sqrt((1 - coupling) + coupling * outcomes**2 / power)
-    results = outcomes / scale
-    spread = outputs.k / chains
+    scale = np.sqrt((1 - coupling)[:, None] + coupling[:, None] * outcomes**2 / power[:, None])
+    spread = k / chains
     wander = spread * (1.0 - 1.0 / chains)
-    loss, noise = _chain(products, results / chains, wander, spread, steps)
-    loss, noise, results = loss * chains * scale, noise * chains * scale**2, outcomes
-    first = float(np.mean(loss * results)) / power
+    loss, noise = _chains(products, outcomes / scale / chains[:, None], wander, spread, steps)
+    loss, noise = loss * chains[:, None] * scale, noise * chains[:, None] * scale**2
+    first = np.mean(loss * outcomes, axis=1) / power
     # What is lost early is not there to be lost again: for a loss in proportion to the sum, 2 first is its rate.
-    shrinkage = 1.0 + math.expm1(-2.0 * first) / (2.0 * first) if first > 1e-4 else first
-    loss = loss * (shrinkage / first if first > 1e-4 else 1.0)
-    rest = float(np.mean(np.square(loss - shrinkage * results)) + np.mean(noise)) / power
-    order = np.argsort(np.abs(results))
-    sizes = np.abs(results[order]) / math.sqrt(power)
-    shares = loss[order] / np.where(results[order] == 0, 1.0, results[order])
-    return Drift(shrinkage, rest, tuple(sizes.tolist()), tuple(shares.tolist()), float(np.mean(noise)) / power)
+    much = first > 1e-4
+    rate = np.where(much, 2.0 * first, 1.0)
+    shrinkage = np.where(much, 1.0 + np.expm1(-rate) / rate, first)
+    loss *= np.where(much, shrinkage / np.where(much, first, 1.0), 1.0)[:, None]
+    noise = np.mean(noise, axis=1) / power
+    rest = np.mean(np.square(loss - shrinkage[:, None] * outcomes), axis=1) / power + noise
+    order = np.argsort(np.abs(outcomes), axis=1)
+    outcomes, loss = np.take_along_axis(outcomes, order, 1), np.take_along_axis(loss, order, 1)
+    sizes = np.abs(outcomes) / np.sqrt(power)[:, None]
+    shares = loss / np.where(outcomes == 0, 1.0, outcomes)
+    columns = (shrinkage.tolist(), rest.tolist(), map(tuple, sizes.tolist()), map(tuple, shares.tolist()), noise.tolist())
+    return [Drift(*figures) for figures in zip(*columns, strict=True)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Products:
-    """Integrals over the products, by the exponent of the unit that they are cut at."""
+    """Integrals over the products, by the exponent of the accumulator; means over three levels of the largest in a group.
 
-    units: np.ndarray  # log2 of the unit
+    Straight between places, level outside them: a unit is the larger of two exponents, so it bends where they are equal.
+    """
+
+    exponents: np.ndarray  # log2 of the accumulator, the places
     loss: np.ndarray  # mean magnitude cut from a product
     weighted: np.ndarray  # the same, times the product's magnitude
     square: np.ndarray  # mean square of it
-    peaks: np.ndarray  # log2 of the largest exponent in a group, at three levels
+    peaks: np.ndarray  # the largest product's power of two in a group, at three levels
     magnitude: float  # mean magnitude of a product
 
 
@@ -153,7 +178,10 @@ def _products(a: TensorStatistics, b: TensorStatistics, fraction_bits: int) -> _
     # The largest of 32: its distribution is that of one, to the 32nd power.
     below = (1.0 - weight.sum()) + np.cumsum(weight)
     peaks = np.interp(_PEAKS ** (1.0 / GROUP), below, centre)
-    return _Products(units, loss, weighted, square, peaks, float(weight @ np.exp2(centre + 1.0)))
+    exponents = np.unique(np.concatenate([units + FRACTION_BITS, peaks]))
+    unit = np.maximum(exponents[:, None], peaks) - FRACTION_BITS
+    loss, weighted, square = (np.interp(unit, units, table).mean(-1) for table in (loss, weighted, square))
+    return _Products(exponents, loss, weighted, square, np.exp2(peaks), float(weight @ np.exp2(centre + 1.0)))
 
 
 @functools.cache
@@ -168,49 +196,71 @@ def _cut_table(fraction_bits: int) -> tuple[np.ndarray, np.ndarray]:
     return np.interp(grid, cuts, taken.mean(1)), np.interp(grid, cuts, np.square(taken).mean(1).astype(float))
 
 
-def _chain(products: _Products, results: np.ndarray, wander: float, spread: float, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean loss toward zero (signed as y) and variance of one chain, for each result."""
+@functools.cache
+def _schedule(steps: float) -> np.ndarray:
+    """(2, places): after how many of a chain's steps it is looked at, and how many steps each place stands for."""
     # Steps stand for more of their kind as the sum grows slowly.
     if steps <= 12:
-        after, count = np.arange(1, steps + 1, dtype=float), np.ones(steps)
+        after, count = np.arange(1, steps + 1), np.ones(int(steps))
     else:
         edges = np.unique(np.round(np.concatenate([[0, 1, 2, 3], np.geomspace(4, steps, 12)])))
         after, count = (edges[1:] + edges[:-1] + 1) / 2, np.diff(edges)
-    t = np.minimum(after / steps, 1.0)
-    before = np.maximum(after - 1, 0) / steps
-    step_products = spread / steps
+    # Filled up with places that stand for no step.
+    unused = _PLACES - len(after)
+    return np.stack([np.append(after, np.full(unused, steps)), np.append(count, np.zeros(unused))])
+
+
+def _chains(
+    products: _Products, results: np.ndarray, wander: np.ndarray, spread: np.ndarray, steps: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mean loss toward zero (signed as y) and variance of chains, for each of their results.
+
+    Args:
+        products: What is summed.
+        results: What each chain comes to, (chains, outcomes).
+        wander: Variance of its end around its result, (chains,).
+        spread: Products in it, (chains,).
+        steps: Steps that it takes, (chains,).
+    """
+    # Axes from here on: (chains, outcomes, paths, bridges, places).
+    after, count = (part[:, None, None, None, :] for part in np.stack([_schedule(each) for each in steps.tolist()], axis=1))
+    spread, steps = (part[:, None, None, None, None] for part in (spread, steps))
     # The chain's own result spreads around its share of y; a path inside it spreads as a bridge.
-    ends = results[:, None] + math.sqrt(wander) * _PATHS[None, :]  # (outcomes, paths)
+    ends = (results[:, :, None] + np.sqrt(wander)[:, None, None] * _PATHS)[..., None, None]
 
-    def magnitude(share: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        bridge = np.sqrt(np.maximum(spread * share * (1 - share), 0.0))
-        value = ends[:, :, None, None] * share + bridge * _PATHS[:, None]
-        return np.log2(np.maximum(np.abs(value), 2.0**_LEAST)), np.sign(value)
+    def sums(share: np.ndarray) -> np.ndarray:
+        return ends * share + np.sqrt(np.maximum(spread * share * (1 - share), 0.0)) * _PATHS[:, None]
 
-    log_before, sign_before = magnitude(before)
-    log_after, sign_after = magnitude(t)
-    log_before = np.where(before > 0, log_before, _LEAST)
-    # (outcomes, paths, bridges, steps, peaks): the unit of the step.
-    exponent = np.maximum(log_before - _FLOOR, _LEAST)[..., None]
-    unit = np.maximum(exponent, products.peaks) - FRACTION_BITS
-    per_product = np.interp(unit, products.units, products.loss).mean(-1)
-    per_weighted = np.interp(unit, products.units, products.weighted).mean(-1)
-    per_square = np.interp(unit, products.units, products.square).mean(-1)
-    size = np.exp2(unit)
+    share = np.maximum(after - 1, 0) / steps
+    before, behind = sums(share), sums(np.minimum(after / steps, 1.0))
+    begun = share > 0
+    least = 2.0**_LEAST
+    size = np.where(begun, np.maximum(np.abs(before) * 2.0**-_FLOOR, least), least)
+    exponent = np.log2(size)
+    per_product, per_weighted, per_square = (
+        np.interp(exponent, products.exponents, table) for table in (products.loss, products.weighted, products.square)
+    )
     # The accumulator, aligned to larger products; then the sum, cut to its own 13 bits.
-    own = np.exp2(exponent - FRACTION_BITS)
-    aligned = np.where(before[:, None] > 0, np.maximum(size - own, 0.0) / 2, 0.0)
-    final = np.maximum(np.exp2(log_after - _FLOOR - FRACTION_BITS)[..., None] - size, 0.0) / 2
-    cut = sign_before * aligned.mean(-1) + sign_after * final.mean(-1)
-    variance = (np.square(aligned) / 3 + np.square(final) / 3).mean(-1)
+    bit = 2.0**-FRACTION_BITS
+    own, last = size * bit, np.maximum(np.abs(behind), least) * (2.0**-_FLOOR * bit)
+    aligned = final = variance = np.zeros(())
+    for peak in products.peaks:
+        unit = np.maximum(own, peak * bit)
+        to_product, to_sum = np.where(begun, (unit - own) / 2, 0.0), np.maximum(last - unit, 0.0) / 2
+        aligned, final = aligned + to_product, final + to_sum
+        variance = variance + (np.square(to_product) + np.square(to_sum)) / 3
+    number = len(products.peaks)
+    cut = (np.sign(before) * aligned + np.sign(behind) * final) / number
     # Products lean toward the sign of their sum: all alike where nearly all of them have it, else the large ones most.
-    toward = ends[:, :, None, None] / spread
+    toward = ends / spread
     lean = np.clip(toward / products.magnitude, -1.0, 1.0)
     # Beyond what a sum of independent products reaches, that is; below it a few large ones may make all of it.
-    alike = lean**4 * np.clip(1.0 - 9.0 * spread / np.maximum(np.square(ends[:, :, None, None]), 1e-30), 0.0, 1.0)
-    mean_loss = step_products * (alike * lean * per_product + (1 - alike) * toward * per_weighted) + cut
-    loss = (mean_loss.mean(2) * count).sum(-1)  # (outcomes, paths)
-    noise = ((step_products * per_square + variance).mean((1, 2)) * count).sum(-1)
+    alike = lean**4 * np.clip(1.0 - 9.0 * spread / np.maximum(np.square(ends), 1e-30), 0.0, 1.0)
+    added = spread / steps
+    mean_loss = added * (alike * lean * per_product + (1 - alike) * toward * per_weighted) + cut
+    noise = ((added * per_square + variance / number).mean((2, 3)) * count[:, :, 0, 0]).sum(-1)
+    count = count[:, :, :, 0]
+    loss = (mean_loss.mean(3) * count).sum(-1)  # (chains, outcomes, paths)
     # Signs of a path persist over steps: their deviations add up about half coherently.
-    persistent = 0.5 * np.square((mean_loss.std(2) * count).sum(-1))
-    return loss.mean(1), noise + persistent.mean(1) + loss.var(1)
+    persistent = 0.5 * np.square((mean_loss.std(3) * count).sum(-1))
+    return loss.mean(-1), noise + persistent.mean(-1) + loss.var(-1)

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from numerics.distributions import BINS_PER_OCTAVE, LEVELS, PHASES, PROFILE_BINS, SCOPES, TensorStatistics
 from numerics.formats import Format
 from numerics.recipe import Recipe
+
+Array = npt.NDArray[np.float64]
 
 _FINE = 64  # pieces per octave of a curve
 _DEEPEST = 48  # octaves below amax where a curve ends
@@ -73,6 +77,24 @@ def operand_noise(statistics: TensorStatistics, recipe: Recipe, rows: int, k: in
     Raises:
         ValueError: such a recipe comes without it, another one with it, or it is not a number from 2^-16 to 2^16.
     """
+    return _noise(statistics.origin, recipe, *_scope(recipe, rows, k, headroom))
+
+
+def operand_noises(requests: Sequence[tuple[TensorStatistics, Recipe, int, int, float | None]]) -> list[OperandNoise]:
+    """`operand_noise` of many operands, each a tuple of its arguments."""
+    places: dict[tuple[TensorStatistics, Recipe, float], dict[int, list[int]]] = {}
+    for place, (statistics, recipe, rows, k, headroom) in enumerate(requests):
+        length, above = _scope(recipe, rows, k, headroom)
+        places.setdefault((statistics.origin, recipe, above), {}).setdefault(length, []).append(place)
+    found: dict[int, OperandNoise] = {}
+    for (statistics, recipe, above), by_length in places.items():
+        for some, noise in zip(by_length.values(), _noises(statistics, recipe, [*by_length], above), strict=True):
+            found.update(dict.fromkeys(some, noise))
+    return [found[place] for place in range(len(requests))]
+
+
+def _scope(recipe: Recipe, rows: int, k: int, headroom: float | None) -> tuple[int, float]:
+    """Elements that share a scale, and how many octaves its amax lies above their own."""
     if (headroom is None) != (recipe.amax == "current"):
         if headroom is None:
             raise ValueError(
@@ -85,58 +107,72 @@ def operand_noise(statistics: TensorStatistics, recipe: Recipe, rows: int, k: in
         "none": 1, "tensorwise": rows * k, "rowwise": k, "columnwise": rows, "block1x128": min(k, 128),
         "block128x128": min(k, 128) * min(rows, 128), "mx32": min(k, 32), "bdr16": min(k, 16),
     }  # fmt: skip
-    return _noise(statistics, recipe, spans[recipe.scaling], math.log2(headroom or 1.0))
+    return spans[recipe.scaling], math.log2(headroom or 1.0)
 
 
 @functools.lru_cache(maxsize=16384)
 def _noise(statistics: TensorStatistics, recipe: Recipe, length: int, above: float) -> OperandNoise:
-    """The noise when `length` elements share a scale, whose amax lies so many octaves above their own."""
+    return _noises(statistics, recipe, [length], above)[0]
+
+
+def _noises(statistics: TensorStatistics, recipe: Recipe, lengths: Sequence[int], above: float) -> list[OperandNoise]:
+    """The noise when so many elements share a scale, whose amax lies so many octaves above their own, for each length."""
     if recipe.scaling == "none":
-        return _unscaled(statistics, recipe)
+        return [_unscaled(statistics, recipe)] * len(lengths)
     scope = SCOPES.index(_SCOPE_OF[statistics.contraction][recipe.scaling])
     counts = statistics.profile_counts[scope].astype(np.float64)
     measured = max(float(statistics.profile_lengths[scope]), 1.0)
-    growth = _amax_growth(counts, measured, length)
+    sizes = np.array(lengths, dtype=np.float64)
+    growth = _amax_growth(counts, measured, sizes)
     # A longer scope's amax holds less of the energy: its square grew by 4^growth, and it stands for more values.
-    stay = min(1.0, 4.0**growth * measured / length) if above == 0 else 0.0
-    growth += above
+    stay = np.minimum(1.0, 4.0**growth * measured / sizes) if above == 0 else np.zeros(len(sizes))
+    growth = growth + above
     energy, magnitudes = statistics.profile_energy[scope].astype(np.float64), counts * _MAGNITUDES
     by_order = counts, magnitudes / max(magnitudes.sum(), 1e-300), energy / max(energy.sum(), 1e-300)
     weights = np.stack([by_order[order] for order in _ORDERS])
-    place = np.roll(statistics.profile_phase[scope].astype(np.float64), round(growth * PHASES))
+    # Only under powers of two does it matter where amax lies inside its octave.
+    turns = np.round(growth * PHASES).astype(int) if recipe.is_power_of_two else np.zeros(len(sizes), dtype=int)
+    figures = np.empty((len(sizes), len(_ORDERS)))
+    for turn in np.unique(turns):
+        some = turns == turn
+        place = np.roll(statistics.profile_phase[scope].astype(np.float64), turn)
+        figures[some] = _figures(recipe, place, counts, weights, growth[some, None], stay[some])
+    return [OperandNoise(*each) for each in figures.tolist()]
 
-    def read(half_step: bool, where: np.ndarray) -> np.ndarray:
+
+def _figures(recipe: Recipe, place: Array, counts: Array, weights: Array, growth: Array, stay: Array) -> Array:
+    """The figures of `OperandNoise` for each growth of amax (lengths, 1) that it `stay`s through in part, (lengths, figures)."""
+
+    def read(half_step: bool, where: Array) -> Array:
         curve = _curve(recipe, where, half_step)
         values = curve.mean(_LOW + growth, _HIGH + growth)
-        values[:, 0] = stay * curve.at_amax + (1 - stay) * values[:, 0]
-        return (values * weights).sum(1)
+        values[..., 0] = stay * curve.at_amax[:, None] + (1 - stay) * values[..., 0]
+        return (values * weights[:, None]).sum(-1).T
 
-    if recipe.shared is not None and recipe.shared.pairs:
-        # A pair halves its step when its other element, too, lies below the block's binade: the seldomer, the higher
-        # amax stands in its octave.
-        depths = (np.arange(PHASES) + 0.5) / PHASES
-        edges = np.concatenate([[0.0], np.arange(PROFILE_BINS - 1) / BINS_PER_OCTAVE])
-        below = 1.0 - np.interp(depths, edges[1:], np.cumsum(counts)[:-1])
-        halved = float(place @ below) / max(float(place.sum()), 1e-30)
-        figures = halved * read(True, place * below) + (1 - halved) * read(False, place * (1 - below))
-    else:
-        figures = read(False, place)
-    return OperandNoise(*(float(value) for value in figures))
+    if recipe.shared is None or not recipe.shared.pairs:
+        return read(False, place)
+    # A pair halves its step when its other element, too, lies below the block's binade: the seldomer, the higher
+    # amax stands in its octave.
+    depths = (np.arange(PHASES) + 0.5) / PHASES
+    edges = np.concatenate([[0.0], np.arange(PROFILE_BINS - 1) / BINS_PER_OCTAVE])
+    below = 1.0 - np.interp(depths, edges[1:], np.cumsum(counts)[:-1])
+    halved = float(place @ below) / max(float(place.sum()), 1e-30)
+    return halved * read(True, place * below) + (1 - halved) * read(False, place * (1 - below))
 
 
-def _amax_growth(counts: np.ndarray, measured: float, length: float) -> float:
-    """Octaves by which amax rises from `measured` elements to `length`, by the slope of the profile's own tail.
+def _amax_growth(counts: Array, measured: float, lengths: Array) -> Array:
+    """Octaves by which amax rises from `measured` elements to so many, by the slope of the profile's own tail.
 
     Of n values the greatest stands where a share of about 0.56/n lies above; how far the share 8/n lies below it
     gives octaves per doubling.
     """
-    if length == measured or measured < 2 or counts.sum() <= 0:
-        return 0.0
+    if measured < 2 or counts.sum() <= 0:
+        return np.zeros(len(lengths))
     share = min(8.0 / measured, 0.5 * float(counts.sum()))
     position = np.concatenate([[0.0], np.arange(1, PROFILE_BINS) / BINS_PER_OCTAVE])
     below = float(np.interp(share, np.cumsum(counts), position))
     slope = min(below / math.log2(max(share * measured / 0.56, 2.0)), 1.0)
-    return slope * math.log2(length / measured)
+    return slope * np.log2(lengths / measured)
 
 
 @dataclass(frozen=True)
@@ -149,7 +185,7 @@ class _Curve:
     at_amax: np.ndarray
 
     def mean(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-        """(figures, places): each figure for values spread evenly (in log) between two depths in octaves."""
+        """Each figure for values spread evenly (in log) between two depths in octaves, (figures, *places)."""
         last = self.errors.shape[1] - 1
         low = np.clip((low - self.start) * _FINE, 0, last - 2)
         high = np.clip(np.maximum((high - self.start) * _FINE, low + 2), 0, last)

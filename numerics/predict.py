@@ -1,13 +1,8 @@
 """The error of one GEMM from the statistics of its operands: no tensors, no torch, a fraction of a millisecond.
 
-y = sum over K of a_k b_k, the operands independent of each other. With mean mu and covariance C of each,
-E[y^2] = sum over k, k' of (C_a + mu_a mu_a^T)(C_b + mu_b mu_b^T): means and correlation count, not only variances.
-Quantizing adds to each element an error that is independent between elements (power from `numerics.noise`), so its
-power goes with the sum over k of E[a_k^2] E[b_k^2] alone; what quantizing and accumulating (`numerics.drift`) take off
-systematically goes with y itself. Rounding the outputs comes last.
-
-In grad_weight the operands are not independent: what they share is the gradient. A `numerics.gradient.GradientSignal`,
-collected beside the operands, says how large their sums are; without one they count as independent.
+y = sum over K of a_k b_k has a power of its own (`numerics.outputs`). Quantizing adds to each element an error that is
+independent between elements (power from `numerics.noise`), so its power goes with the sum over k of E[a_k^2] E[b_k^2] alone;
+what quantizing and accumulating (`numerics.drift`) take off systematically goes with y itself. Rounding the outputs comes last.
 
 For one weight, and for rows that are alike, errors are not independent either: a `numerics.pair.PairStatistics` says how the
 two operands' sums and errors went in the tensors that were seen. With it, predictions on new samples are within 0.5 dB for
@@ -19,27 +14,28 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from numerics.distributions import TensorStatistics
-from numerics.drift import Drift, Outputs, drift
+from numerics.drift import Accumulation, Drift, drifts
 from numerics.errors import ACCUMULATIONS, MERE_FLOOR, GemmError
-from numerics.formats import get_format
 from numerics.gradient import GradientSignal
-from numerics.noise import OperandNoise, operand_noise
-from numerics.normal import normal_quantile
+from numerics.noise import operand_noise, operand_noises
+from numerics.outputs import Outputs, density, outputs_of, rounding, rows_of
 from numerics.pair import PairStatistics
 from numerics.recipe import Recipe
 
-# Where |y| is looked at, in its root mean square: evenly in the logarithm, since 1/|y| is averaged.
-_SIZES = np.exp2(np.linspace(-12.0, 2.75, 148))
-_MIDDLE = np.sqrt(_SIZES[1:] * _SIZES[:-1])
-_WIDTH = np.diff(_SIZES)
+Array = npt.NDArray[np.float64]
+
 # Records that are stretched are so up to here; beyond it a feature stands for several of its kind.
 _WIDEST = 2**14
-_POINTS = normal_quantile((np.arange(32) + 0.5) / 32)
+# Predictions whose sizes of outputs are worked on at once: few enough for a core's cache.
+_AT_ONCE = 128
 
 
 def predict_gemm_error(
@@ -77,39 +73,128 @@ def predict_gemm_error(
         ValueError: the orientations differ, a size is not positive, a name is unknown, operands along features come with a
             signal, or an amax is not the operand's own and its headroom is missing.
     """
-    recipes = Recipe.parse(recipe_a), Recipe.parse(recipe_b)
-    return _predict(
-        a_distribution, b_distribution, tuple(shape), *recipes, accumulation, signal, pair, output, split_k, tuple(headroom)
+    request = _Request.of(
+        a_distribution, b_distribution, shape, recipe_a, recipe_b, accumulation, signal, pair, output, split_k, headroom
     )
+    return _predict_one(request)
 
 
 def predict_gemm_errors(requests: Iterable[tuple]) -> list[GemmError]:
-    """`predict_gemm_error` for many requests, each a tuple of its positional arguments; equal ones are answered once."""
-    return [predict_gemm_error(*request) for request in requests]
+    """`predict_gemm_error` for many requests; equal ones are answered once, and many take less time each than one alone.
+
+    Args:
+        requests: Each a tuple of its arguments in their order, those with a default optional.
+
+    Raises:
+        ValueError: as `predict_gemm_error`.
+    """
+    asked = [_Request.of(*request) for request in requests]
+    distinct = list(dict.fromkeys(asked))
+    answers = dict(zip(distinct, _predict(distinct), strict=True))
+    return [answers[request] for request in asked]
 
 
-@functools.lru_cache(maxsize=65536)
-def _predict(
+class _Request(NamedTuple):
+    """The arguments of `predict_gemm_error`."""
+
+    a: TensorStatistics
+    b: TensorStatistics
+    shape: tuple[int, ...]
+    recipe_a: Recipe
+    recipe_b: Recipe
+    accumulation: str
+    signal: GradientSignal | None
+    pair: PairStatistics | None
+    output: str
+    split_k: int
+    headroom: tuple[float | None, ...]
+
+    @classmethod
+    def of(
+        cls,
+        a: TensorStatistics,
+        b: TensorStatistics,
+        shape: Sequence[int],
+        recipe_a: str | Recipe,
+        recipe_b: str | Recipe,
+        accumulation: str,
+        signal: GradientSignal | None = None,
+        pair: PairStatistics | None = None,
+        output: str = "bf16",
+        split_k: int = 1,
+        headroom: Sequence[float | None] = (None, None),
+    ) -> _Request:
+        """The request, recipes parsed.
+
+        Raises:
+            ValueError: a name is unknown, or `split_k` is not positive.
+        """
+        if split_k < 1:
+            raise ValueError(f"split_k = {split_k}; give the number of parts that K is split into, 1 for none")
+        if accumulation not in ACCUMULATIONS:
+            raise ValueError(f"unknown accumulation {accumulation!r}; choose one of {', '.join(ACCUMULATIONS)}")
+        recipes = Recipe.parse(recipe_a), Recipe.parse(recipe_b)
+        return cls(a, b, tuple(shape), *recipes, accumulation, signal, pair, output, split_k, tuple(headroom))
+
+    @property
+    def fraction_bits(self) -> int:
+        """Bits of both elements' fractions together."""
+        return sum(0 if recipe.shared else recipe.element.fraction_bits for recipe in (self.recipe_a, self.recipe_b))
+
+
+@dataclass(frozen=True, eq=False)
+class _Product:
+    """Two operands as they meet in a GEMM, before anything is rounded but its outputs.
+
+    Attributes:
+        a: Left operand, as wide as the GEMM.
+        b: Right operand.
+        pair: What was seen of the two together, as far as it belongs to this GEMM.
+        outputs: What they sum to.
+        coupling: How far the error's power follows y^2.
+        sizes: Sizes |y|, in the outputs' root mean square.
+        weights: What an error counts at each size in the mean relative error: the size's share over the size, or over the
+            floor of the outputs' rows where it is below that.
+        rounded: Mean square error of rounding an output of each size, over the mean square of all.
+        rounding: Of all of them.
+    """
+
+    a: TensorStatistics
+    b: TensorStatistics
+    pair: PairStatistics | None
+    outputs: Outputs
+    coupling: float
+    sizes: Array
+    weights: Array
+    rounded: Array
+    rounding: float
+
+    @property
+    def sums(self) -> float:
+        """Power of y over that of independent products."""
+        return self.outputs.power / max(self.outputs.independent, 1e-300)
+
+    @functools.cached_property
+    def nearness(self) -> float:
+        """Mean relative error of noise whose power is 1 in that of the outputs."""
+        deviation = np.sqrt((1 - self.coupling) + self.coupling * self.sizes**2)
+        return math.sqrt(2.0 / math.pi) * float((deviation * self.weights).sum())
+
+
+@functools.lru_cache(maxsize=4096)
+def _product(
     a: TensorStatistics,
     b: TensorStatistics,
-    shape: tuple[int, int, int],
-    recipe_a: Recipe,
-    recipe_b: Recipe,
-    accumulation: str,
+    shape: tuple[int, ...],
     signal: GradientSignal | None,
     pair: PairStatistics | None,
     output: str,
-    split_k: int,
-    headroom: tuple[float | None, float | None],
-) -> GemmError:
+) -> _Product | None:
+    """Two operands as they meet in a GEMM; None where all its outputs are zero, and stay so."""
     if len(shape) != 3 or min(shape) < 1:
         raise ValueError(f"shape {shape} must be three positive numbers (M, N, K)")
-    if split_k < 1:
-        raise ValueError(f"split_k = {split_k}; give the number of parts that K is split into, 1 for none")
     if a.contraction != b.contraction:
         raise ValueError(f"a is contracted along {a.contraction} and b along {b.contraction}; orient both alike")
-    if accumulation not in ACCUMULATIONS:
-        raise ValueError(f"unknown accumulation {accumulation!r}; choose one of {', '.join(ACCUMULATIONS)}")
     m, n, k = shape
     over_features = a.contraction == "features"
     if over_features and signal is not None:
@@ -117,42 +202,100 @@ def _predict(
     a, b = a.resized(_width(k if over_features else m, a, b)), b.resized(_width(k if over_features else n, a, b))
     if pair is not None and over_features and pair.shape[1:] != (n, k):
         pair = None
-    outputs = _outputs(a, b, k, signal, pair.power if pair is not None and over_features else None)
-    noise_a, noise_b = operand_noise(a, recipe_a, m, k, headroom[0]), operand_noise(b, recipe_b, n, k, headroom[1])
-    shares = max(noise_a.underflow, noise_b.underflow), max(noise_a.overflow, noise_b.overflow)
+    outputs = outputs_of(a, b, k, signal, pair.power if pair is not None and over_features else None)
     if outputs.power <= 0:
-        # All outputs are zero and stay so.
-        return GemmError(0.0, math.inf, 0.0, 1.0, *shares)
-    bits = sum(0 if recipe.shared else recipe.element.fraction_bits for recipe in (recipe_a, recipe_b))
-    spread, coupling = _rows(a, b, outputs)
-    lost = _drift(a, b, outputs, accumulation, bits, coupling, split_k)
-    sums = outputs.power / max(outputs.independent, 1e-300)
-    quantized = _random_noise(noise_a, noise_b, *_coherence(a, b, pair, recipe_a, recipe_b, k, sums), sums) / sums
-    power = quantized + lost.power
-    kept = (1.0 - noise_a.shrinkage) * (1.0 - noise_b.shrinkage)
-    shrinkage = 1.0 - kept * (1.0 - lost.shrinkage)
-    z, share = _density(outputs)
-    rounded = _rounding(outputs, output)
-    rounding = float(rounded @ share)
-    if pair is not None and output == "bf16" and rounding > 0:
-        rounded, rounding = rounded * (pair.rounding / rounding), pair.rounding
+        return None
+    spread, coupling = rows_of(a, b, outputs)
+    sizes, share = density(outputs)
+    rounded = rounding(outputs, output)
+    all_rounded = float((rounded * share).sum())
+    if pair is not None and output == "bf16" and all_rounded > 0:
+        rounded, all_rounded = rounded * (pair.rounding / all_rounded), pair.rounding
+    weights = share * (1.0 / np.maximum(sizes, MERE_FLOOR / spread[:, None])).mean(0)
+    return _Product(a, b, pair, outputs, coupling, sizes, weights, rounded, all_rounded)
+
+
+@functools.lru_cache(maxsize=65536)
+def _predict_one(request: _Request) -> GemmError:
+    return _predict([request])[0]
+
+
+def _predict(requests: Sequence[_Request]) -> list[GemmError]:
+    """Errors of distinct requests."""
+    if not requests:
+        return []
+    products = [_product(r.a, r.b, r.shape, r.signal, r.pair, r.output) for r in requests]
+    sides = [(r.a, r.recipe_a, r.shape[0], r.shape[2], r.headroom[0]) for r in requests]
+    sides += [(r.b, r.recipe_b, r.shape[1], r.shape[2], r.headroom[1]) for r in requests]
+    noises = np.array([(x.power, x.shrinkage, x.correlation, x.underflow, x.overflow) for x in operand_noises(sides)])
+    left, right = noises[: len(requests)], noises[len(requests) :]
+    shares = np.maximum(left[:, 3:], right[:, 3:])
+    found = [GemmError(0.0, math.inf, 0.0, 1.0, *each) for each in shares.tolist()]
+    live = [(place, request, product) for place, (request, product) in enumerate(zip(requests, products, strict=True)) if product]
+    sums = [
+        Accumulation(p.a.origin, p.b.origin, p.outputs, r.accumulation, r.fraction_bits, p.coupling, r.split_k)
+        for _, r, p in live
+    ]
+    distinct = list(dict.fromkeys(sums))
+    lost = dict(zip(distinct, drifts(distinct), strict=True))
+    # Outputs far from zero are looked at in fewer sizes.
+    alike: dict[int, list[int]] = {}
+    for number, (_, _, product) in enumerate(live):
+        alike.setdefault(len(product.sizes), []).append(number)
+    for numbers in alike.values():
+        for start in range(0, len(numbers), _AT_ONCE):
+            some = numbers[start : start + _AT_ONCE]
+            places = [live[number][0] for number in some]
+            figures = _figures(
+                [live[number][2] for number in some],
+                left[places],
+                right[places],
+                np.array([_coherence(live[number][2], live[number][1]) for number in some]),
+                [lost[sums[number]] for number in some],
+            )
+            for place, each in zip(places, figures.tolist(), strict=True):
+                found[place] = GemmError(*each, *shares[place].tolist())
+    return found
+
+
+def _figures(products: Sequence[_Product], left: Array, right: Array, coherence: Array, lost: Sequence[Drift]) -> Array:
+    """MERE, SQNR, relative Frobenius error and cosine, (requests, 4); all outputs are looked at in equally many sizes.
+
+    Args:
+        products: The operands of each.
+        left: Power, shrinkage and correlation of the left operand's errors, (requests, 3 or more).
+        right: Of the right one's.
+        coherence: Of both, see `_coherence`, (requests, 2).
+        lost: What accumulating loses.
+    """
+    sums = np.array([product.sums for product in products])
+    quantized = _random_noise(left, right, coherence, sums) / sums
+    shrunk, lost_power, noise = np.array([(each.shrinkage, each.power, each.noise) for each in lost]).T
+    rounding, coupling = np.array([(product.rounding, product.coupling) for product in products]).T
+    power = quantized + lost_power
+    kept = (1.0 - left[:, 1]) * (1.0 - right[:, 1])
+    shrinkage = 1.0 - kept * (1.0 - shrunk)
     total = power + shrinkage**2 + rounding
     # At each size its own loss; what is random in the rest is alike at all.
-    losses = 1.0 - kept * (1.0 - np.interp(z, lost.sizes, lost.shares))
-    mere = _mere(z, share, quantized + lost.noise, losses, rounded, spread, coupling)
-    if pair is not None and mere > 0:
-        # What of it is noise stands as far above the noise of the whole as it did in the tensors that were seen.
-        noise = _mere(z, share, quantized, 0.0 * losses, 0.0 * rounded, spread, coupling)
-        seen = math.sqrt(2.0 / math.pi * quantized) * pair.nearness
-        mere += min(noise / mere, 1.0) * (seen - noise)
-    return GemmError(
-        mere=mere,
-        sqnr_db=-10.0 * math.log10(total) if total > 0 else math.inf,
-        relative_frobenius=math.sqrt(total),
-        cosine=1.0 / math.sqrt(1.0 + (power + rounding) / (1.0 - shrinkage) ** 2) if shrinkage < 1 else 0.0,
-        underflow_share=shares[0],
-        overflow_share=shares[1],
+    sizes, weights, rounded = (
+        np.stack([getattr(product, name) for product in products]) for name in ("sizes", "weights", "rounded")
     )
+    shares = np.stack([np.interp(p.sizes, each.sizes, each.shares) for p, each in zip(products, lost, strict=True)])
+    losses = 1.0 - kept[:, None] * (1.0 - shares)
+    follows = coupling[:, None]
+    deviation = np.sqrt((quantized + noise)[:, None] * ((1 - follows) + follows * sizes**2) + rounded)
+    # The error is normal around what y loses.
+    mere = (_mean_magnitude(losses * sizes, np.maximum(deviation, 1e-300)) * weights).sum(1)
+    for number, product in enumerate(products):
+        if product.pair is not None and mere[number] > 0:
+            # What of it is noise stands as far above the noise of the whole as it did in the tensors that were seen.
+            random = math.sqrt(quantized[number])
+            expected, seen = random * product.nearness, random * math.sqrt(2.0 / math.pi) * product.pair.nearness
+            mere[number] += min(expected / mere[number], 1.0) * (seen - expected)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        sqnr_db = np.where(total > 0, -10.0 * np.log10(total), math.inf)
+        cosine = np.where(shrinkage < 1, 1.0 / np.sqrt(1.0 + (power + rounding) / (1.0 - shrinkage) ** 2), 0.0)
+    return np.stack([mere, sqnr_db, np.sqrt(total), cosine], axis=1)
 
 
 def _width(features: int, a: TensorStatistics, b: TensorStatistics) -> int:
@@ -160,169 +303,52 @@ def _width(features: int, a: TensorStatistics, b: TensorStatistics) -> int:
     return min(features, max(_WIDEST, a.origin.features, b.origin.features))
 
 
-@functools.lru_cache(maxsize=16384)
-def _outputs(
-    a: TensorStatistics, b: TensorStatistics, k: int, signal: GradientSignal | None = None, seen: float | None = None
-) -> Outputs:
-    """Mean and mean square of y over all outputs, and the part that independent products would give (`seen` times it is y's)."""
-    second_a, second_b = a.second_moment.astype(np.float64), b.second_moment.astype(np.float64)
-    mean_a, mean_b = a.mean.astype(np.float64), b.mean.astype(np.float64)
-    if a.contraction == "rows":
-        # Rows are independent samples: products of different rows correlate by their means alone.
-        independent = k * float(second_a.mean()) * float(second_b.mean())
-        # A mean over n rows is off by a variance of 1/n; squared, that would pass for a mean.
-        squares = [
-            max(float(np.square(mean).mean()) - float((second - np.square(mean)).mean()) / max(x.rows_seen, 1), 0.0)
-            for x, mean, second in ((a, mean_a, second_a), (b, mean_b, second_b))
-        ]
-        pairs = squares[0] * squares[1]
-        mean = k * float(mean_a.mean()) * float(mean_b.mean())
-        if signal is not None:
-            power = independent / k * signal.power(k)
-            mean = math.copysign(min(abs(mean), k * math.sqrt(independent / k * signal.quadratic), math.sqrt(power)), mean)
-            return Outputs(mean, power, independent * signal.independent, k)
-        return Outputs(mean, max(independent + k * (k - 1.0) * pairs, mean**2), independent, k)
-    stand = k / a.features
-    shared_a = np.concatenate([mean_a[None], a.factor.astype(np.float64)])
-    shared_b = np.concatenate([mean_b[None], b.factor.astype(np.float64)])
-    diagonal_a, diagonal_b = np.square(shared_a).sum(0), np.square(shared_b).sum(0)
-    independent = stand * float(second_a @ second_b)
-    mean = stand * float(mean_a @ mean_b)
-    if seen is not None:
-        power = seen * independent
-        return Outputs(math.copysign(min(abs(mean), math.sqrt(power)), mean), power, independent, k)
-    coherent = stand**2 * float(np.square(shared_a @ shared_b.T).sum())
-    power = coherent + independent - stand * float(diagonal_a @ diagonal_b)
-    return Outputs(mean, max(power, mean**2, 0.0), independent, k)
+def _random_noise(left: Array, right: Array, coherence: Array, sums: Array) -> Array:
+    """Power of the operands' errors, over that of independent products, beyond what a common shrinkage explains, (requests,).
 
-
-@functools.lru_cache(maxsize=16384)
-def _drift(
-    a: TensorStatistics, b: TensorStatistics, outputs: Outputs, accumulation: str, bits: int, coupling: float, split_k: int
-) -> Drift:
-    return drift(a, b, outputs, accumulation, bits, coupling, split_k)
-
-
-def _random_noise(a: OperandNoise, b: OperandNoise, coherence_a: float, coherence_b: float, sums: float) -> float:
-    """Power of the operands' errors, over that of independent products, beyond what a common shrinkage explains.
-
-    `sums` is y's own power over that of independent products.
+    `sums` is y's own power over that of independent products; for the others see `_figures`.
     """
-    seen_a, seen_b = (
-        max(coherence * _noise_in_sums(x, sums) - x.shrinkage**2 * sums, 0.0)
-        for coherence, x in ((coherence_a, a), (coherence_b, b))
-    )
-    both = max(a.power - a.shrinkage**2, 0.0) * max(b.power - b.shrinkage**2, 0.0)
-    return seen_a * (1 - b.correlation) ** 2 + seen_b * (1 - a.correlation) ** 2 + both
+    seen = []
+    for side, factor in ((left, coherence[:, 0]), (right, coherence[:, 1])):
+        power, shrinkage = side[:, 0], side[:, 1]
+        seen.append(np.maximum(factor * _noise_in_sums(power, shrinkage, sums) - shrinkage**2 * sums, 0.0))
+    both = np.maximum(left[:, 0] - left[:, 1] ** 2, 0.0) * np.maximum(right[:, 0] - right[:, 1] ** 2, 0.0)
+    related: Array = seen[0] * (1 - right[:, 2]) ** 2 + seen[1] * (1 - left[:, 2]) ** 2 + both
+    return related
 
 
-def _noise_in_sums(noise: OperandNoise, sums: float) -> float:
+def _noise_in_sums(power: Array, shrinkage: Array, sums: Array) -> Array:
     """Power of an operand's errors over that of independent products: independent ones, and a shrinkage, which is y's own."""
-    return max(noise.power - noise.shrinkage**2, 0.0) + noise.shrinkage**2 * sums
+    return np.maximum(power - shrinkage**2, 0.0) + shrinkage**2 * sums
+
+
+def _coherence(product: _Product, request: _Request) -> tuple[float, float]:
+    """Noise of either operand in the products that were seen, over that of independent errors; 1 where none were seen."""
+    if product.pair is None:
+        return 1.0, 1.0
+    return _coherence_seen(
+        product.a.origin, product.b.origin, product.pair, request.recipe_a, request.recipe_b, request.shape[2], product.sums
+    )
 
 
 @functools.lru_cache(maxsize=16384)
-def _coherence(
-    a: TensorStatistics, b: TensorStatistics, pair: PairStatistics | None, recipe_a: Recipe, recipe_b: Recipe, k: int, sums: float
+def _coherence_seen(
+    a: TensorStatistics, b: TensorStatistics, pair: PairStatistics, recipe_a: Recipe, recipe_b: Recipe, k: int, sums: float
 ) -> tuple[float, float]:
-    """Noise of either operand in the products that were seen, over that of independent errors; 1 where none were seen.
-
-    In sums over a batch's rows, at k of them, what is coherent included.
-    """
-    if pair is None:
-        return 1.0, 1.0
+    """As `_coherence`; in sums over a batch's rows, at k of them, what is coherent included."""
     m, n, measured_k = pair.shape
     factors = []
     for side, (statistics, recipe, rows) in enumerate(((a, recipe_a, m), (b, recipe_b, n))):
         names = (recipe.name,) if recipe.name in pair.recipes else pair.recipes
         logs = []
         for name in names:
-            expected = _noise_in_sums(operand_noise(statistics, Recipe.parse(name), rows, measured_k), sums)
+            noise = operand_noise(statistics, Recipe.parse(name), rows, measured_k)
+            expected = float(_noise_in_sums(*np.array([noise.power, noise.shrinkage, sums])))
             seen = pair.noise(name, k)[side]
             if seen > 0 and expected > 0:
                 logs.append(math.log(seen / expected))
         factors.append(math.exp(sum(logs) / len(logs)) if logs else 1.0)
     return factors[0], factors[1]
-
-
-@functools.lru_cache(maxsize=16384)
-def _density(outputs: Outputs) -> tuple[np.ndarray, np.ndarray]:
-    """Sizes |y| in the outputs' root mean square, and the share of each; y is normal around its mean."""
-    centre = abs(outputs.mean) / math.sqrt(outputs.power)
-    deviation = math.sqrt(max(1.0 - centre**2, 0.0))
-    if centre > 4.0 * deviation:
-        # Far from zero: a few normal points around the mean, no floor in reach.
-        return centre + deviation * _POINTS, np.full(len(_POINTS), 1.0 / len(_POINTS))
-    density = sum(np.exp(-0.5 * np.square((_MIDDLE + side) / deviation)) for side in (centre, -centre))
-    share = density * _WIDTH
-    return _MIDDLE, share / share.sum()
-
-
-@functools.lru_cache(maxsize=16384)
-def _rounding(outputs: Outputs, output: str) -> np.ndarray:
-    """Mean square error of rounding each size of `_density`, relative to the outputs' mean square."""
-    z, _ = _density(outputs)
-    if output == "fp32":
-        return np.zeros(len(z))
-    scale = math.sqrt(outputs.power)
-    binade = np.exp2(np.floor(np.log2(z * scale)))
-    return np.square(binade * get_format(output).epsilon / scale) / 12.0
-
-
-@functools.lru_cache(maxsize=16384)
-def _rows(a: TensorStatistics, b: TensorStatistics, outputs: Outputs) -> tuple[np.ndarray, float]:
-    """How outputs and their errors vary in size together.
-
-    Returns:
-        Nine sizes of an output's row and column against the whole, mean square 1; and the coupling: how far the
-        error's power follows y^2 beyond that. Of a Gaussian row, |a|^2 varies by 2 / d (d its effective dimension) and
-        y with it; what varies beyond are samples of different scale. And an output near zero has lost one of its
-        effective number of products.
-    """
-    sizes, coupling = [], 0.0
-    for statistics in (a, b):
-        size, shared = _row_sizes(statistics)
-        sizes.append(size)
-        coupling += shared
-    products = np.sort(np.outer(*sizes).reshape(-1))
-    spread = products[np.round(np.linspace(0, 255, 19)).astype(int)[1::2]]
-    spread = spread / math.sqrt(float(np.mean(spread**2)))
-    count = float(outputs.k)
-    if a.contraction == "features":
-        product = a.second_moment.astype(np.float64) * b.second_moment.astype(np.float64)
-        count = outputs.k / a.features * float(product.sum()) ** 2 / max(float(np.square(product).sum()), 1e-300)
-    return spread, min(max(coupling, 1.0 / count), 1.0)
-
-
-@functools.lru_cache(maxsize=4096)
-def _row_sizes(statistics: TensorStatistics) -> tuple[np.ndarray, float]:
-    """Sixteen sizes of rows, mean square 1, that a Gaussian's own variation does not explain; and half of what it does."""
-    if statistics.contraction == "rows":
-        size = np.sqrt(np.maximum(statistics.second_moment.astype(np.float64), 0.0))
-        size = np.quantile(size, (np.arange(16) + 0.5) / 16)
-        return np.maximum(size / max(math.sqrt(float(np.mean(size**2))), 1e-300), 1e-30), 0.0
-    size = np.maximum(statistics.row_rms.astype(np.float64), 1e-30)
-    size /= math.sqrt(float(np.mean(size**2)))
-    variance = float(np.mean(size**4)) - 1.0
-    shared = np.concatenate([statistics.mean[None], statistics.factor]).astype(np.float64)
-    residual = statistics.residual.astype(np.float64)
-    trace = float(np.square(shared).sum() + residual.sum())
-    overlap = float(np.square(shared @ shared.T).sum() + np.square(residual).sum() + 2 * np.square(shared).sum(0) @ residual)
-    expected = 2.0 * overlap / max(trace, 1e-300) ** 2
-    own = min(variance, expected)
-    beyond = max(math.log1p(variance) - math.log1p(expected), 0.0)
-    exponent = beyond / math.log1p(variance) if variance > 1e-9 else 0.0
-    size = size**exponent
-    return size / math.sqrt(float(np.mean(size**2))), own / 2.0
-
-
-def _mere(
-    z: np.ndarray, share: np.ndarray, power: float, losses: np.ndarray, rounding: np.ndarray, spread: np.ndarray, coupling: float
-) -> float:
-    """Mean of |error| / max(|y|, floor): the error normal around what y loses."""
-    sigma = np.sqrt(power * ((1 - coupling) + coupling * z**2) + rounding)
-    error = _mean_magnitude(losses * z, np.maximum(sigma, 1e-300)) * share
-    return float((error / np.maximum(z[None, :], MERE_FLOOR / spread[:, None])).sum(1).mean())
 
 
 def _mean_magnitude(mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:

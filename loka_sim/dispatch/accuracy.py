@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from loka_sim.dispatch.candidates import SiteShape, legal_fp8
-from loka_sim.dispatch.decide import Accuracy
+from loka_sim.dispatch.decide import Accuracies, Accuracy
 from loka_sim.dispatch.operands import TORCH, Toolbox
 from perfmodel.gemm_plan import plan_of
 from perfmodel.kernels import KERNELS
@@ -16,8 +17,9 @@ from perfmodel.kernels import KERNELS
 if TYPE_CHECKING:
     from loka_sim.statistics import SiteStatistics
     from numerics.distributions import TensorStatistics
-    from numerics.gradient import GradientSignal
-    from numerics.pair import PairStatistics
+
+_Request = tuple[Any, ...]
+"""Arguments of `numerics.predict_gemm_error`."""
 
 
 class Errors:
@@ -30,32 +32,54 @@ class Errors:
             toolbox: Kernels whose errors are asked for; those of torch, which the baselines run, always are.
             mere_factors: Kernel -> pass -> factor on the predicted MERE, from a calibration; the SQNR moves with it.
         """
-        self._toolboxes = dict.fromkeys((toolbox, replace(TORCH, capability=toolbox.capability)))
+        self._toolboxes = tuple(dict.fromkeys((toolbox, replace(TORCH, capability=toolbox.capability))))
         self._factors = mere_factors or {}
-        self._memo: dict[tuple[object, ...], Accuracy] = {}
-        self._kept: list[object] = []
+        self._known: dict[_Request, Accuracy] = {}
         self._normal: TensorStatistics | None = None
 
-    def of_site(self, shape: SiteShape, statistics: SiteStatistics | None) -> dict[tuple[str, str], Accuracy]:
+    def of_site(self, shape: SiteShape, statistics: SiteStatistics | None) -> Accuracies:
         """Error per (pass, legal FP8 kernel).
 
         Args:
             shape: The site's GEMMs.
             statistics: Distributions of its tensors; None assumes independent standard normal values.
         """
-        result = {}
+        return self.of_sites([(shape, statistics)])[0]
+
+    def of_sites(self, sites: Sequence[tuple[SiteShape, SiteStatistics | None]]) -> list[Accuracies]:
+        """As `of_site` for each; whatever is not known yet is one question to the error model."""
+        alike = {(shape, id(statistics)): (shape, statistics) for shape, statistics in sites}
+        asked = {key: self._requests(*site) for key, site in alike.items()}
+        fresh = list(dict.fromkeys(request for site in asked.values() for request in site.values() if request not in self._known))
+        if fresh:
+            from numerics.predict import predict_gemm_errors
+
+            answers = zip(fresh, predict_gemm_errors(fresh), strict=True)
+            self._known.update((request, Accuracy(answer.mere, answer.sqnr_db)) for request, answer in answers)
+        found = {
+            key: {entry: self._corrected(*entry, self._known[request]) for entry, request in site.items()}
+            for key, site in asked.items()
+        }
+        return [found[shape, id(statistics)] for shape, statistics in sites]
+
+    def _corrected(self, name: str, kernel: str, found: Accuracy) -> Accuracy:
+        """An error as the calibration's machine has it."""
+        factor = self._factors.get(kernel, {}).get(name, 1.0)
+        return found if factor == 1.0 else Accuracy(found.mere * factor, found.sqnr_db - 20 * math.log10(factor))
+
+    def _requests(self, shape: SiteShape, statistics: SiteStatistics | None) -> dict[tuple[str, str], _Request]:
+        """What is asked of `predict_gemm_errors` per (pass, legal FP8 kernel)."""
+        result: dict[tuple[str, str], _Request] = {}
         for name in shape.names:
             kernels = dict.fromkeys(kernel for some in self._toolboxes for kernel in legal_fp8(shape, name, some))
-            if kernels:
-                left, right = self._operands(name, statistics)
-                signal = statistics.gradient if statistics is not None and name == "grad_weight" else None
-                pair = statistics.pairs.get(name) if statistics is not None else None
-                for kernel in kernels:
-                    found = self._predict(left, right, shape.gemm(name)[:3], kernel, signal, pair)
-                    factor = self._factors.get(kernel, {}).get(name, 1.0)
-                    if factor != 1.0:
-                        found = Accuracy(found.mere * factor, found.sqnr_db - 20 * math.log10(factor))
-                    result[name, kernel] = found
+            if not kernels:
+                continue
+            left, right = self._operands(name, statistics)
+            sizes = shape.gemm(name)[:3]
+            signal = statistics.gradient if statistics is not None and name == "grad_weight" else None
+            pair = statistics.pairs.get(name) if statistics is not None else None
+            for kernel in kernels:
+                result[name, kernel] = (left, right, sizes, *_recipes(kernel), signal, pair, "bf16", parts_of_k(kernel, sizes))
         return result
 
     def _operands(self, name: str, statistics: SiteStatistics | None) -> tuple[TensorStatistics, TensorStatistics]:
@@ -79,21 +103,13 @@ class Errors:
             self._normal = gaussian(128)
         return self._normal
 
-    def _predict(
-        self, left: TensorStatistics, right: TensorStatistics, shape: tuple[int, int, int], kernel: str,
-        signal: GradientSignal | None, pair: PairStatistics | None,
-    ) -> Accuracy:  # fmt: skip
-        spec = KERNELS[kernel]
-        assert spec.recipe_a is not None and spec.recipe_b is not None
-        recipes, split_k = (spec.recipe_a, spec.recipe_b, spec.accumulation), parts_of_k(kernel, shape)
-        key: tuple[object, ...] = (id(left), id(right), shape, recipes, split_k, signal, pair)
-        if key not in self._memo:
-            from numerics.predict import predict_gemm_error
 
-            error = predict_gemm_error(left, right, shape, *recipes, signal, pair=pair, split_k=split_k)
-            self._memo[key] = Accuracy(float(error.mere), float(error.sqnr_db))
-            self._kept += [left, right]  # an id stands for its object only while that object lives
-        return self._memo[key]
+@cache
+def _recipes(kernel: str) -> tuple[str, str, str]:
+    """Recipes of both operands and the accumulation."""
+    spec = KERNELS[kernel]
+    assert spec.recipe_a is not None and spec.recipe_b is not None
+    return spec.recipe_a, spec.recipe_b, spec.accumulation
 
 
 def parts_of_k(kernel: str, shape: tuple[int, int, int]) -> int:

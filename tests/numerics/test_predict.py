@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from numerics import StatisticsAccumulator, gaussian, gemm_error, predict_gemm_error, predict_gemm_errors
+from numerics import GradientSignal, StatisticsAccumulator, gaussian, gemm_error, predict_gemm_error, predict_gemm_errors
 from numerics.distributions import SCOPES
-from numerics.drift import drift
+from numerics.drift import Accumulation, drifts
 from numerics.noise import operand_noise, round_magnitudes
 from numerics.normal import normal_cdf, normal_quantile
-from numerics.predict import _outputs
+from numerics.outputs import outputs_of
 from numerics.quantization import fake_quantize
 from numerics.recipe import Recipe
 from numerics.rounding import cast
@@ -165,17 +165,19 @@ def test_operand_noise_of_every_recipe(recipe):
 )
 def test_losses_of_non_negative_products_measured_on_an_h200(k, accumulation, loss):
     statistics = collect(positive(RNG(7), 512, k))
-    outputs = _outputs(statistics, statistics, k)
-    assert drift(statistics, statistics, outputs, accumulation, 6).shrinkage == pytest.approx(loss, rel=0.2)
+    outputs = outputs_of(statistics, statistics, k)
+    assert drifts([Accumulation(statistics, statistics, outputs, accumulation, 6)])[0].shrinkage == pytest.approx(loss, rel=0.2)
 
 
 def test_noise_of_zero_mean_products_measured_on_an_h200():
     statistics = collect(normal(RNG(8), 512, 4096))
-    outputs = _outputs(statistics, statistics, 4096)
-    for accumulation, noise in (("hopper_fast", 1.3e-3), ("hopper_split", 1.3e-4)):
-        lost = drift(statistics, statistics, outputs, accumulation, 6)
+    outputs = outputs_of(statistics, statistics, 4096)
+    fast, split, exact = drifts(
+        [Accumulation(statistics, statistics, outputs, how, 6) for how in ("hopper_fast", "hopper_split", "exact")]
+    )
+    for lost, noise in ((fast, 1.3e-3), (split, 1.3e-4)):
         assert np.sqrt(lost.power + lost.shrinkage**2) == pytest.approx(noise, rel=0.15)
-    assert drift(statistics, statistics, outputs, "exact", 6).power == 0
+    assert exact.power == 0
 
 
 def test_numpy_twins():
@@ -230,6 +232,27 @@ def test_a_thousand_predictions_are_quick():
     # 0.2 ms each on an idle core; the bound leaves room for a shared one.
     assert time.perf_counter() - start < 400 * 0.002
     assert answers[0] == predict_gemm_error(*requests[0])
+
+
+def test_an_answer_does_not_depend_on_those_asked_with_it():
+    rng = RNG(14)
+    x, w, far = collect(relu(rng, 512, 256)), collect(normal(rng, 512, 256)), collect(shifted(rng, 512, 256) + 30)
+    zero = collect(np.zeros((512, 256), np.float32))
+    signal = GradientSignal(1.2, 0.8, 0.01)
+    requests = [
+        (*operands, (m, 512, k), recipe, recipe, accumulation, sums, None, output, split_k)
+        for operands, sums in (((x, w), None), ((far, far), None), ((zero, w), None), ((w.along_rows(), x.along_rows()), signal))
+        for m, k in ((512, 256), (768, 4096))
+        for recipe in ("e4m3/tensorwise", "e4m3/rowwise", "mxfp8_e4m3", "mx9")
+        for accumulation, split_k in (("hopper_fast", 1), ("hopper_fast", 3), ("hopper_split", 1), ("fp32", 1))
+        for output in ("bf16", "fp32")
+    ]
+    together = predict_gemm_errors(requests)
+    alone = [predict_gemm_error(*request[:7], output=request[8], split_k=request[9]) for request in requests]
+    assert together == alone
+    shuffled = rng.permutation(len(requests))
+    assert predict_gemm_errors([requests[place] for place in shuffled]) == [together[place] for place in shuffled]
+    assert predict_gemm_errors([]) == []
 
 
 def test_no_torch_is_imported():
