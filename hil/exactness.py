@@ -18,16 +18,19 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hil.exactness_cases import BF16, CASES, Case, Draw, scale_shapes
 from hil.kernels.availability import absences, availability
+from hil.lock import GpuLock
 from numerics import estimated_split_k
 from numerics.tensor_core import split_parts
 from perfmodel.kernels import KERNELS
@@ -136,11 +139,26 @@ def measured_parts(case: Case, m: int, n: int, k: int) -> list[slice]:
     return [slice(0, k)]
 
 
-def compare(name: str, m: int, n: int, k: int, seed: int) -> Result:
-    """Draw operands, multiply on the GPU, emulate sampled rows and columns."""
+def compare(name: str, m: int, n: int, k: int, seed: int, lock: AbstractContextManager[Any] | None = None) -> Result:
+    """Draw operands, multiply on the GPU, emulate sampled rows and columns.
+
+    Args:
+        name: Kind, of `CASES`.
+        m: Rows of the result.
+        n: Its columns.
+        k: Depth.
+        seed: Of the operands.
+        lock: Held while the GPU works for long; others may be timing kernels on it.
+    """
+    draw = draw_operands(CASES[name], m, n, k, seed)
+    CASES[name].run(draw)  # compiles: that needs no lock
+    with lock or nullcontext():
+        return _compare(name, m, n, k, seed, draw)
+
+
+def _compare(name: str, m: int, n: int, k: int, seed: int, draw: Draw) -> Result:
     case = CASES[name]
     parts = measured_parts(case, m, n, k)
-    draw = draw_operands(case, m, n, k, seed)
     real = case.run(draw)
     rows = torch.linspace(0, m - 1, min(m, _SAMPLED), device="cuda").long()
     columns = torch.linspace(0, real.shape[1] - 1, min(real.shape[1], _SAMPLED), device="cuda").long()
@@ -207,12 +225,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--until", type=float, help="the same as a Unix time, instead of --minutes")
     parser.add_argument("--seed", type=int, help="first seed (default: drawn anew)")
     parser.add_argument("--kernels", nargs="+", default=["*"], metavar="PATTERN", help="kinds to compare (default: all)")
+    parser.add_argument("--lock", type=Path, help="file that whoever uses this GPU for long locks (see hil.lock)")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("error: hil.exactness needs a CUDA GPU of compute capability 9.0", file=sys.stderr)
         return 3
     seed = options.seed if options.seed is not None else random.SystemRandom().getrandbits(40)
     end = options.until if options.until is not None else time.time() + 60 * options.minutes
+    lock = GpuLock(options.lock) if options.lock else None
     started, results = datetime.now(UTC), list[Result]()
     wanted = [name for name in CASES if any(fnmatch(name, pattern) for pattern in options.kernels)]
     absent = absences(name for name in wanted if name in KERNELS)
@@ -227,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
             if len(results) >= len(cases) and time.time() > end:
                 break
             seed += 1
-            results.append(compare(name, *draw_shape(case, seed), seed))
+            results.append(compare(name, *draw_shape(case, seed), seed, lock))
         print(f"\r{len(results)} GEMMs, {sum(r.unequal for r in results)} unequal outputs", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     rows = summary(results)

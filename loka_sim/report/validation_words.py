@@ -25,7 +25,7 @@ SETS = {"model": "the model's own shapes", "fresh": "fresh shapes, never used to
 FAMILIES = {"gemm": "GEMM", "batched_gemm": "batched GEMM", "quantize": "quantize", "layout": "layout", "pointwise": "pointwise"}
 
 
-DECISIONS = frozenset({"before", "after", "cross_validated", "decision"})
+DECISIONS = frozenset({"before", "after", "cross_validated", "decision", "decision_before"})
 """Policies and steps that are decisions of ours; the others are what they are compared with."""
 
 

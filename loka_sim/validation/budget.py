@@ -72,6 +72,12 @@ class Budget:
         if name in self._waiting:
             self._waiting.remove(name)
 
+    def until(self, name: str) -> float:
+        """Seconds until a stage ends, if it and all before it that are to come take what their shares are."""
+        ahead = self._waiting[: self._waiting.index(name) + 1]
+        every = sum(self._parts[other].share for other in self._waiting)
+        return max(self.left() - self.reserve_s, 0.0) * sum(self._parts[other].share for other in ahead) / every
+
     def begin(self, name: str) -> float | None:
         """Seconds that a stage which begins now may take; None where it is cut."""
         left = max(self.left() - self.reserve_s, 0.0)

@@ -22,7 +22,8 @@ SCHEMA_VERSION = 1
 DOCUMENT, REPORT = "validation.json", "report.html"
 LABELS = {
     "best": "measured best", "before": "decision before", "after": "decision after",
-    "cross_validated": "decision, cross-validated",
+    "cross_validated": "decision, cross-validated", "decision": "decision, exported",
+    "decision_before": "decision before, exported",
     "bf16": "bf16", "naive_tensorwise": "all FP8, tensorwise", "naive_rowwise": "all FP8, rowwise",
     "filter_tensorwise": "torchao filter, tensorwise", "filter_rowwise": "torchao filter, rowwise",
 }  # fmt: skip
@@ -119,28 +120,37 @@ def dispatch_part(before: WhatIf, after: WhatIf, refinement: Any, rows: pandas.D
 
 
 def step_part(step: dict[str, Any] | None, before: WhatIf, after: WhatIf) -> dict[str, Any] | None:
-    """Measured steps beside those predicted; the decision's is what torchao can run of it, predicted as that."""
+    """Measured steps beside those predicted; a decision's is what torchao can run of it, predicted as that.
+
+    `decision` is the refined one; `decision_before` the one that was taken before anything was measured, where it runs otherwise.
+    """
     if not step or "bf16" not in step["medians"]:
         return None
-    lost, passes = given_up(after)
-    predicted = [{s.name: s.whole_speedup or s.speedup for s in answer.steps} for answer in (before, after)]
-    decided = (after.decision.whole or after.decision.total).us
-    slower = [1.0, decided / (decided + lost)]
+    losses = {"decision": given_up(after), "decision_before": given_up(before)}
+    answers = {"before": before, "after": after}
+    predicted = {when: {s.name: s.whole_speedup or s.speedup for s in answer.steps} for when, answer in answers.items()}
     bf16 = step["medians"]["bf16"]["p50_ms"]
     variants = []
     for name, found in step["medians"].items():
         variant = {
-            "name": name, "label": "decision, exported" if name == "decision" else LABELS[name],
-            "measured_ms": found["p50_ms"], "speedup": bf16 / found["p50_ms"],
+            "name": name, "label": LABELS[name], "measured_ms": found["p50_ms"], "speedup": bf16 / found["p50_ms"],
         }  # fmt: skip
-        for when, some, factor in zip(("before", "after"), predicted, slower, strict=True):
-            times = factor if name == "decision" else 1.0
-            speedup = some[name]
+        for when, answer in answers.items():
+            # Each model has a decision of its own; of the other's it predicts nothing.
+            if name == "decision_before" and when == "after":
+                variant["predicted_after"] = None
+                continue
+            speedup, factor = predicted[when]["decision" if name in losses else name], 1.0
+            if name == f"decision{'_before' if when == 'before' else ''}":
+                decided = (answer.decision.whole or answer.decision.total).us
+                factor = decided / (decided + losses[name][0])
             variant[f"predicted_{when}"] = {
-                "speedup": speedup.us * times, "low": speedup.low_us * times, "high": speedup.high_us * times,
+                "speedup": speedup.us * factor, "low": speedup.low_us * factor, "high": speedup.high_us * factor,
             }  # fmt: skip
         variants.append(variant)
     notes = [step["note"]] if step["note"] else []
+    ran = next((name for name in losses if name in step["medians"]), "decision")
+    lost, passes = losses[ran]
     if passes:
         notes.insert(0, f"torchao runs {passes} passes otherwise than decided, {lost:.0f} us a step slower as predicted")
     whole, calls_us = after.steps[0].whole, called_us(after.others, sum(len(site.passes) for site in after.sites))

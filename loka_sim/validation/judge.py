@@ -149,8 +149,10 @@ def tolerances(
     # Where the host is the bound, no kernel's time is seen in a step that is launched kernel by kernel.
     step = None if step and step.get("host_bound") else step
     if step:
-        decided = next((v for v in step["variants"] if v["name"] == "decision" and v["predicted_after"]), None)
-        off = None if decided is None else abs(decided["speedup"] / decided["predicted_after"]["speedup"] - 1)
+        found_steps = {variant["name"]: variant for variant in step["variants"]}
+        for name, when in (("decision", "after"), ("decision_before", "before")):
+            if name in found_steps and off is None:
+                off = abs(found_steps[name]["speedup"] / found_steps[name][f"predicted_{when}"]["speedup"] - 1)
     label = "step's speedup, gap to the prediction"
     result.append(_tolerance("speedup_gap", label, off, MOST_SPEEDUP_GAP, "share", True))
     bf16 = next((v["measured_ms"] for v in step["variants"] if v["name"] == "bf16"), None) if step else None

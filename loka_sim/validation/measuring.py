@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -162,19 +162,31 @@ class Sweeps:
         Raises:
             DataError: a measuring process failed.
         """
+        self.ask(name, wanted, seconds)()
+
+    def ask(self, name: str, wanted: Mapping[str, Wanted], seconds: float) -> Callable[[], None]:
+        """Have shapes measured while something else is done that shares the GPU by its lock.
+
+        Args:
+            name: Of the sweep.
+            wanted: As `measure`.
+            seconds: From now on; what was asked for before comes first.
+
+        Returns:
+            What waits until they are measured, or the time is over; it raises `DataError` where a measuring process failed.
+        """
         until = time.time() + seconds
         asked = []
         for family, items in wanted.items():
-            if items:
-                listed = [[s.m, s.n, s.k, s.groups, list(kernels)] for s, kernels in items]
-                path = self._asked / f"{family}-{self._number}.json"
-                write_text_atomic(path, json.dumps({"sweep": name, "until": until, "items": listed}) + "\n")
-                asked.append((family, path.with_suffix(".done")))
-            else:
-                write_text_atomic(
-                    self._asked / f"{family}-{self._number}.json", json.dumps({"sweep": name, "until": 0, "items": []})
-                )
+            listed = [[s.m, s.n, s.k, s.groups, list(kernels)] for s, kernels in items]
+            path = self._asked / f"{family}-{self._number}.json"
+            request = {"sweep": name, "until": until if items else 0, "items": listed}
+            write_text_atomic(path, json.dumps(request) + "\n")
+            asked += [(family, path.with_suffix(".done"))] if items else []
         self._number += 1
+        return lambda: self._wait(asked, until)
+
+    def _wait(self, asked: Sequence[tuple[str, Path]], until: float) -> None:
         for family, done in asked:
             while not done.exists():
                 if not self._children[family].alive:

@@ -1,18 +1,19 @@
-"""What to measure, and in which order: first what would change a decision most."""
+"""What to measure, and in which order: site by site, first those of which knowing more would change decisions most."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hil.kernels.base import Shape
 from hil.shapes import gemm_shapes, memory_shapes
-from loka_sim.dispatch.candidates import Row, SiteShape, launches
+from loka_sim.dispatch.candidates import Row, SiteShape, launches, possible_rows
 from loka_sim.dispatch.decide import flat
+from loka_sim.dispatch.operands import TORCH, Toolbox
 from perfmodel.kernels import KERNELS
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ class Work:
     """What to measure of a model.
 
     Attributes:
-        wanted: Per family, shapes in the order of their worth, with the kernels to measure on each; what enters no decision
-            comes last, and may name a shape once more.
+        wanted: Per family, shapes in the order in which to measure them, with the kernels to measure on each; what enters no
+            decision comes last, and may name a shape once more.
         worth_us: Per family and shape, microseconds a step that knowing its times exactly is expected to save.
     """
 
@@ -84,11 +85,12 @@ class Work:
 
 
 def model_work(answer: WhatIf, known: Sequence[str]) -> Work:
-    """Everything that a decision or the step may need; what would change a decision most comes first.
+    """Everything that a decision or the step may need, whole sites one after another.
 
-    A shape's worth is the time that knowing its kernels' times exactly would save in a step (`perfmodel.information`); where
-    that is equal, the time that is spent on it as decided. A GEMM's shape is measured under every one of its family's
-    kernels, an operand's under those that a decision or the step may launch.
+    What a decision costs can be told of a site alone that is measured whole. Sites come in the order of their worth: the time
+    that knowing their kernels' times exactly would save in a step (`perfmodel.information`); where that is equal, the time that
+    is spent on them as decided. A GEMM's shape is measured under every one of its family's kernels, an operand's under those
+    that a decision or the step may launch.
 
     Args:
         answer: The decisions as they stand.
@@ -103,18 +105,33 @@ def model_work(answer: WhatIf, known: Sequence[str]) -> Work:
     kernels: dict[Key, set[str]] = defaultdict(set)
     for row in answer.times.of:
         kernels[family_of(row), shape_of(row)].add(row.kernel)
-    ordered = sorted(kernels, key=lambda key: (-worth.get(key, 0.0), -spent[key], key[1].m, key[1].n, key[1].k))
-    first: dict[str, list[tuple[Shape, tuple[str, ...]]]] = {"gemm": [], "memory": []}
+
+    def first(keys: Iterable[Key]) -> list[Key]:
+        return sorted(keys, key=lambda key: (-worth.get(key, 0.0), -spent[key], key[1].m, key[1].n, key[1].k))
+
+    needed = {site.shape: _keys_of(site.shape, answer.toolbox) & set(kernels) for site in answer.sites}
+    sites = sorted(
+        needed.items(), key=lambda item: (-sum(worth.get(key, 0.0) for key in item[1]), -sum(spent[key] for key in item[1]))
+    )
+    ordered = dict.fromkeys(key for _, keys in sites for key in first(keys))
+    ordered |= dict.fromkeys(first(set(kernels) - set(ordered)))
+    wanted: dict[str, list[tuple[Shape, tuple[str, ...]]]] = {"gemm": [], "memory": []}
     last: list[tuple[Shape, tuple[str, ...]]] = []
     for family, shape in ordered:
         if family == "gemm":
-            first[family].append((shape, gemms))
+            wanted[family].append((shape, gemms))
             continue
         around = sorted(name for name in kernels[family, shape] if KERNELS[name].kind == "pointwise")
         choices = sorted(kernels[family, shape] - set(around))
-        first[family] += [(shape, tuple(choices))] if choices else []
+        wanted[family] += [(shape, tuple(choices))] if choices else []
         last += [(shape, tuple(around))] if around else []
-    return Work({**first, "memory": [*first["memory"], *last]}, worth)
+    return Work({**wanted, "memory": [*wanted["memory"], *last]}, worth)
+
+
+def _keys_of(shape: SiteShape, toolbox: Toolbox) -> set[Key]:
+    """What must be measured of a site to know what decisions about it cost: those are compared with torch's kernels."""
+    rows = possible_rows(shape, toolbox) | possible_rows(shape, replace(TORCH, capability=toolbox.capability))
+    return {(family_of(row), shape_of(row)) for row in rows}
 
 
 def measured_rows(rows: pandas.DataFrame) -> set[Row]:

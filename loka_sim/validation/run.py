@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hil.lock import GpuLock
 from loka_sim import calibration
 from loka_sim.dispatch.operands import Toolbox
 from loka_sim.errors import UserError
@@ -70,17 +71,18 @@ class Validation:
         observed = _Later(lambda: self._observe(model)) if model and not self._left("tensors") else None
         stepper = self._stepper() if model and not self._left("step") else None
         try:
-            # They warm up while the numerics are measured.
             with self._sweeps() as sweeps:
+                # They compile while the numerics are measured, and take turns with them on the GPU.
+                asked = None if self._left("times_first") else self._ask(sweeps)
                 sampled = self._stage("sampled", self._sampled)
                 tensors = self._stage("tensors", lambda s: self._tensors(observed, s)) if model else None
-                for half in ("first", "second"):
-                    self._stage(f"times_{half}", lambda s, half=half: self._times(half, sweeps, s))  # type: ignore[misc]
+                self._stage("times_first", lambda _: asked() if asked else None)
+                self._stage("times_second", lambda s: self._second(sweeps, s))
                 numerics = self._numerics(sampled, tensors)
                 after, refinement = self._refine(machine, numerics)
                 self.budget.reserve_s = WRITING_S
                 if stepper:
-                    stepper.decide(_table(after))
+                    stepper.decide(_table(after), _runs_alike(self.before, after))
                 self._stage("times_fresh", lambda s: self._fresh(sweeps, s))
             step = self._stage("step", lambda s: self._step(stepper)) if model else None
         finally:
@@ -153,7 +155,8 @@ class Validation:
 
         request = self.request
         seconds = self.budget.left()
-        return Stepper(request.model, request.batch, request.mods, self.folder / "step", seconds, self.timings / measuring.LOCK)
+        lock = self.timings / measuring.LOCK
+        return Stepper(request.model, request.batch, request.mods, self.folder / "step", seconds, lock, _table(self.before))
 
     def _sweeps(self) -> AbstractContextManager[Any]:
         if all(self._left(f"times_{part}") for part in ("first", "second", "fresh")):
@@ -164,6 +167,7 @@ class Validation:
         """Bit for bit on sampled distributions, every recipe in turn; at least once each."""
         target = self.folder / "stages"
         arguments = ["--out", str(target), "--until", f"{time.time() + seconds:.2f}", "--seed", str(self.request.seed + 1)]
+        arguments += ["--lock", str(self.timings / measuring.LOCK)]
         arguments += ["--kernels", "torch/*", "triton*", *(f"{library}/*" for library in self.request.libraries)]
         measuring.run("hil.exactness", arguments, accept=(0, 1))
         rows = (read_json(target / "exactness.json") or {}).get("rows", [])
@@ -199,7 +203,8 @@ class Validation:
         observed = later.result()
         if isinstance(observed, str):
             return {"rows": [], "note": observed, "complete": False}
-        rows, seen = tensors.compare(observed, deadline, Toolbox.of(self.request.libraries))
+        lock = GpuLock(self.timings / measuring.LOCK)
+        rows, seen = tensors.compare(observed, deadline, Toolbox.of(self.request.libraries), lock)
         note = f"{observed.origin}; {seen} of {len(observed.tensors)} sites"
         return {"rows": rows, "note": note, "complete": seen == len(observed.tensors)}
 
@@ -210,19 +215,32 @@ class Validation:
         note = tensors["note"] if tensors else "none of the model's own tensors"
         return {"sampled": sampled or [], "tensors": rows, "summary": summary(rows), "note": note}
 
-    def _times(self, half: str, sweeps: measuring.Sweeps, seconds: float) -> dict[str, Any]:
-        """Measure the model's shapes, in the order in which they would change a decision as it is known now."""
+    def _ask(self, sweeps: measuring.Sweeps) -> Callable[[], dict[str, Any]]:
+        """Have the model's shapes measured from now on; what waits until the first half's time is over, and tells of it."""
+        from loka_sim.validation.plan import measured_rows, model_work
+
+        before = measured_rows(measuring.timings(self.timings))
+        work = model_work(self.before, self._known())
+        wait = sweeps.ask("model", work.wanted, self.budget.until("times_first"))
+
+        def told() -> dict[str, Any]:
+            wait()
+            found = work.progress(before, measured_rows(measuring.timings(self.timings)))
+            # What did not fit is left to the second half.
+            return {**found, "complete": True}
+
+        return told
+
+    def _second(self, sweeps: measuring.Sweeps, seconds: float) -> dict[str, Any]:
+        """Measure what is left of the model's shapes, in the order in which they would change a decision as it is known now."""
         from loka_sim.validation.plan import measured_rows, model_work
 
         until = time.monotonic() + seconds
         before = measured_rows(measuring.timings(self.timings))
-        work = model_work(self.before if half == "first" else self._refined_answer(), self._known())
-        if work.rows() <= before:
-            return work.progress(before, before)
-        sweeps.measure("model", work.wanted, until - time.monotonic())
-        found = work.progress(before, measured_rows(measuring.timings(self.timings)))
-        # The first half leaves to the second what did not fit.
-        return {**found, "complete": found["complete"] or half == "first"}
+        work = model_work(self._refined_answer(), self._known())
+        if not work.rows() <= before:
+            sweeps.measure("model", work.wanted, until - time.monotonic())
+        return work.progress(before, measured_rows(measuring.timings(self.timings)))
 
     def _fresh(self, sweeps: measuring.Sweeps, seconds: float) -> dict[str, Any]:
         from loka_sim.validation.plan import fresh_work
@@ -301,7 +319,16 @@ class _Later:
         return self._result
 
 
-def _table(after: WhatIf) -> dict[str, Any] | None:
+def _table(answer: WhatIf) -> dict[str, Any] | None:
     from loka_sim.dispatch.table import from_whatif
 
-    return from_whatif(after.to_dict()) if after.pays else None
+    return from_whatif(answer.to_dict()) if answer.pays else None
+
+
+def _runs_alike(before: WhatIf, after: WhatIf) -> bool:
+    """Whether two decisions are one where a training job runs them: the same kernels for every pass of every site."""
+    kernels = [
+        [[(decided.kernel, decided.rows) for decided in site.passes.values()] for site in answer.sites]
+        for answer in (before, after)
+    ]
+    return kernels[0] == kernels[1]

@@ -2,8 +2,9 @@
 
     python -m loka_sim.validation.stepper MODEL --batch N --folder DIR --deadline UNIX
 
-compiles bf16 at once, the decision as soon as its table lies in the folder, and then what a user would run without it. It
-times the variants in turn when it is told to, and writes `medians.json`.
+compiles bf16 at once, then the decision as it stands before anything is measured, then the new one as soon as its table lies
+in the folder, where it runs otherwise, and last what a user would run without any. It times the variants in turn when it is told
+to, and writes `medians.json`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ BASELINES = ("filter_tensorwise", "naive_tensorwise")
 TURNS, FEW_TURNS = 10, 3
 # How long past the deadline the decision's step may still be begun to compile, as a part of what bf16's took.
 OVERTIME = 0.35
-TABLE, GO, RESULT = "table.json", "go.json", "medians.json"
+FIRST, TABLE, GO, RESULT = "first.json", "table.json", "go.json", "medians.json"
+BEFORE, AFTER = "decision_before", "decision"
 # What timing takes, and what its process may take to write and to leave.
 TIMING_S = 6.0
 
@@ -41,20 +43,31 @@ class Stepper:
         folder: Emptied.
         deadline: Seconds from now until the timings shall be there.
         lock: File of the GPU's lock.
+        first: The dispatch table of the decision as it stands; None where that is bf16 everywhere.
     """
 
-    def __init__(self, model: str, batch: int, mods: Sequence[str], folder: Path, deadline: float, lock: Path) -> None:
+    def __init__(
+        self,
+        model: str,
+        batch: int,
+        mods: Sequence[str],
+        folder: Path,
+        deadline: float,
+        lock: Path,
+        first: dict[str, Any] | None,
+    ) -> None:
         """Starts it."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         lock.parent.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        write_text_atomic(folder / FIRST, json.dumps({"table": first}) + "\n")
         arguments = [model, "--batch", str(batch), "--mods", ",".join(mods), "--folder", str(folder), "--lock", str(lock)]
         self.child = Child("loka_sim.validation.stepper", [*arguments, "--deadline", f"{time.time() + deadline:.1f}"])
 
-    def decide(self, table: dict[str, Any] | None) -> None:
-        """Hand over the decision, or None where it is bf16 everywhere."""
-        write_text_atomic(self.folder / TABLE, json.dumps({"table": table}) + "\n")
+    def decide(self, table: dict[str, Any] | None, as_before: bool) -> None:
+        """Hand over the new decision, or None where it is bf16 everywhere, and whether it runs what the first one did."""
+        write_text_atomic(self.folder / TABLE, json.dumps({"table": table, "as_before": as_before}) + "\n")
 
     def result(self, seconds: float) -> dict[str, Any]:
         """Have all that is compiled timed; at most about so many seconds later: medians and what was left out.
@@ -122,23 +135,28 @@ class Variants:
 
         self._compile("bf16", lambda: step_time.as_it_is)
         self._time(FEW_TURNS)
-        waiting = ["decision", *BASELINES] if self.steps else []
+        first = (read_json(self.folder / FIRST) or {}).get("table")
+        if self.steps and first is not None and self._fits(BEFORE, (1 - OVERTIME) * self.slowest):
+            self._compile(BEFORE, lambda: step_time.converted_by_table(first))
+            self._time(FEW_TURNS)
+        waiting = [AFTER, *BASELINES] if self.steps else []
         while waiting:
             decided = read_json(self.folder / TABLE)
             if not decided:
-                # Nothing else is begun meanwhile: the decision would have to wait for it.
+                # Nothing else is begun meanwhile that the decision would have to wait for in vain.
                 if (self.folder / GO).exists() or time.time() > self.deadline:
                     break
                 time.sleep(0.1)
                 continue
             name = waiting.pop(0)
-            if name == "decision":
-                table = decided["table"]
-                if table is not None and self._fits(name, (1 - OVERTIME) * self.slowest):
-                    self._compile(name, lambda: step_time.converted_by_table(table))  # noqa: B023
-                    self._time(FEW_TURNS)
-            elif self._fits(name, self.slowest):
-                self._compile(name, lambda: step_time.converted_by_torchao(name))  # noqa: B023
+            if name != AFTER:
+                if self._fits(name, self.slowest):
+                    self._compile(name, lambda: step_time.converted_by_torchao(name))  # noqa: B023
+            elif decided["as_before"] and BEFORE in self.steps:
+                self.steps = {AFTER if kept == BEFORE else kept: step for kept, step in self.steps.items()}
+            elif (table := decided["table"]) is not None and self._fits(name, (1 - OVERTIME) * self.slowest):
+                self._compile(name, lambda: step_time.converted_by_table(table))  # noqa: B023
+                self._time(FEW_TURNS)
         while not (self.folder / GO).exists() and time.time() < self.deadline:
             time.sleep(0.1)
         self._time(TURNS)

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -103,10 +104,18 @@ def _matrices(seen: dict[str, list[Tensor]]) -> dict[str, tuple[Tensor, Tensor, 
     }
 
 
-def compare(observed: Observed, deadline: float, toolbox: Toolbox = TORCH) -> tuple[list[dict[str, Any]], int]:
+def compare(
+    observed: Observed, deadline: float, toolbox: Toolbox = TORCH, lock: AbstractContextManager[Any] | None = None
+) -> tuple[list[dict[str, Any]], int]:
     """Measure torch's FP8 kernels and a toolbox's on every pass of every site, until the deadline: document's rows, sites seen.
 
     Sites take turns from both ends of the model, so that a short time sees its first and its last layers.
+
+    Args:
+        observed: Tensors, and the statistics to predict from.
+        deadline: Of `time.monotonic()`; one site is seen whatever it says.
+        toolbox: Whose kernels.
+        lock: Held while the GPU works; others may be timing kernels on it.
     """
     from hil.tensor_errors import MEASURABLE, measure
     from loka_sim.dispatch.accuracy import Errors
@@ -130,7 +139,8 @@ def compare(observed: Observed, deadline: float, toolbox: Toolbox = TORCH) -> tu
             # Of an all-zero operand there is no error to speak of.
             if kernel not in MEASURABLE or not bool(left.any()) or not bool(right.any()):
                 continue
-            found = measure(kernel, left, right)
+            with lock or nullcontext():
+                found = measure(kernel, left, right)
             if not math.isfinite(found.sqnr_db) or not math.isfinite(found.mere):
                 continue
             rows.append(

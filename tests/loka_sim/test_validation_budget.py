@@ -16,7 +16,7 @@ import torch
 from loka_sim.errors import DataError
 from loka_sim.validation import measuring, step_time
 from loka_sim.validation.budget import PARTS, Budget, Part
-from loka_sim.validation.stepper import GO, RESULT, TABLE, Variants
+from loka_sim.validation.stepper import FIRST, GO, RESULT, TABLE, Variants
 
 
 class Clock:
@@ -76,6 +76,16 @@ def test_what_is_there_already_leaves_its_time_to_others():
     assert budget.begin("b") == pytest.approx(100)
 
 
+def test_when_a_stage_ends_if_all_take_their_shares():
+    clock = Clock()
+    budget = Budget(110, {"a": Part(0.1, 1, 1), "b": Part(0.3, 1, 1), "c": Part(0.6, 1, 1)}, 10, clock)
+    assert [budget.until(name) for name in "abc"] == pytest.approx([10, 40, 100])
+    clock.now += budget.begin("a")
+    assert budget.until("b") == pytest.approx(30)
+    clock.now += 200
+    assert budget.until("c") == 0
+
+
 def test_a_child_that_is_past_its_time_is_ended(tmp_path):
     path = tmp_path / "slow.py"
     path.write_text("import time; time.sleep(60)")
@@ -102,7 +112,7 @@ def steps(monkeypatch):
 
     monkeypatch.setattr(step_time, "step_of", step_of)
     monkeypatch.setattr(step_time, "as_it_is", "bf16")
-    monkeypatch.setattr(step_time, "converted_by_table", lambda table: "decision")
+    monkeypatch.setattr(step_time, "converted_by_table", lambda table: table.get("name", "decision"))
     monkeypatch.setattr(step_time, "converted_by_torchao", lambda name: name)
     monkeypatch.setattr(
         step_time, "time_steps", lambda steps, turns: {name: [float(len(step))] * turns for name, step in steps.items()}
@@ -110,13 +120,14 @@ def steps(monkeypatch):
     return order, takes
 
 
-def run(folder, seconds=60.0, decide=None, go=0.5):
+def run(folder, seconds=60.0, decide=None, go=0.5, first=None):
+    (folder / FIRST).write_text(json.dumps({"table": first}))
     variants = Variants(None, folder, time.time() + seconds, nullcontext())
     thread = threading.Thread(target=variants.run)
     thread.start()
     if decide is not None:
         time.sleep(decide[0])
-        (folder / TABLE).write_text(json.dumps({"table": decide[1]}))
+        (folder / TABLE).write_text(json.dumps({"table": decide[1], "as_before": decide[1] == first}))
     time.sleep(go)
     (folder / GO).write_text("{}")
     thread.join(20)
@@ -141,6 +152,29 @@ def test_it_waits_for_the_decision_before_all_else(steps, tmp_path):
     (tmp_path / "none").mkdir()
     found = run(tmp_path / "none")
     assert order == ["bf16"] and list(found["medians"]) == ["bf16"]
+
+
+FIRST_TABLE = {"name": "first"}
+
+
+def test_the_decision_is_compiled_before_anything_is_measured(steps, tmp_path):
+    order, _ = steps
+    found = run(tmp_path, decide=(0.5, {"sites": {}}), first=FIRST_TABLE)
+    assert order == ["bf16", "first", "decision", "filter_tensorwise", "naive_tensorwise"]
+    assert {name: times["p50_ms"] for name, times in found["medians"].items()} == {
+        "bf16": 4.0, "decision_before": 5.0, "decision": 8.0, "filter_tensorwise": 17.0, "naive_tensorwise": 16.0
+    }  # fmt: skip
+    order.clear()
+    (tmp_path / "cut").mkdir()
+    # It is there whatever happens to the other one.
+    assert set(run(tmp_path / "cut", first=FIRST_TABLE)["medians"]) == {"bf16", "decision_before"} and order == ["bf16", "first"]
+
+
+def test_a_decision_that_stays_is_compiled_once(steps, tmp_path):
+    order, _ = steps
+    found = run(tmp_path, decide=(0.3, FIRST_TABLE), first=FIRST_TABLE)
+    assert order == ["bf16", "first", "filter_tensorwise", "naive_tensorwise"]
+    assert found["medians"]["decision"]["p50_ms"] == len("first") and "decision_before" not in found["medians"]
 
 
 def test_without_a_decision_there_is_none_to_run(steps, tmp_path):
@@ -215,6 +249,28 @@ def test_sweeps_ask_their_processes_one_after_another(tmp_path, monkeypatch):
     ]  # fmt: skip
     assert [words[:2] for words in started] == [("hil.collect", "gemm"), ("hil.collect", "memory")]
     assert all(words[-2:] == ("--kernels", "torch/bf16") for words in started) and stopped == ["gemm", "memory"]
+
+
+def test_sweeps_that_are_asked_go_on_meanwhile(tmp_path, monkeypatch):
+    class Server:
+        alive = True
+
+        def __init__(self, module, arguments):
+            self.folder = Path(arguments[arguments.index("--requests") + 1])
+
+        def stop(self):
+            pass
+
+    monkeypatch.setattr(measuring, "Child", Server)
+    shape = SimpleNamespace(m=1, n=2, k=3, groups=1)
+    with measuring.Sweeps(tmp_path, ["torch/bf16"]) as sweeps:
+        begun = time.time()
+        wait = sweeps.ask("model", {"gemm": [(shape, ("torch/bf16",))], "memory": []}, 30)
+        request = json.loads((tmp_path / "asked" / "gemm-0.json").read_text())
+        assert request["until"] == pytest.approx(begun + 30, abs=2) and time.time() - begun < 2
+        threading.Timer(0.4, lambda: (tmp_path / "asked" / "gemm-0.done").write_text("1")).start()
+        wait()
+        assert 0.3 < time.time() - begun < 5
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no GPU")

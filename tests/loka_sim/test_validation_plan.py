@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import loka_sim
+from loka_sim.dispatch.candidates import possible_rows
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.validation import plan
 from perfmodel.kernels import KERNELS
@@ -30,10 +31,28 @@ def test_what_is_known_is_worth_nothing_more(answer):
     first = sorted(before, key=lambda key: -before[key])[:5]
     after = plan.value_of_shapes(known_exactly(answer, set(first)))
     assert all(after[key] < 0.02 * before[key] for key in first)
-    # What is left, the second half measures in the order of what it is worth now.
-    work = plan.model_work(known_exactly(answer, set(first)), list(KERNELS))
-    left = [after[key] for key in (("gemm", shape) for shape, _ in work.wanted["gemm"]) if key in after and key not in first]
-    assert left == sorted(left, reverse=True) and left[0] > 0
+
+
+def test_whole_sites_come_one_after_another_the_most_valuable_first(answer):
+    """What a decision costs can be told of sites that were measured whole: what is cut short shall have as many as it can."""
+    work = plan.model_work(answer, list(KERNELS))
+    needed = {
+        site.shape: {(plan.family_of(row), plan.shape_of(row)) for row in possible_rows(site.shape, answer.toolbox)}
+        for site in answer.sites
+    }
+    value = {shape: sum(work.worth_us[key] for key in keys) for shape, keys in needed.items()}
+    sites = sorted((shape for shape in value if value[shape] > 0), key=lambda shape: -value[shape])
+    assert len(sites) > 4 and len(set(value[shape] for shape in sites)) == len(sites)
+    for number in range(1, len(sites) + 1):
+        keys = set().union(*(needed[shape] for shape in sites[:number]))
+        for family in ("gemm", "memory"):
+            some = {shape for kind, shape in keys if kind == family}
+            assert {shape for shape, _ in work.wanted[family][: len(some)]} == some
+    assert set().union(*(possible_rows(site.shape, answer.toolbox) for site in answer.sites)) <= work.rows()
+    # The second half goes by what is left to learn: what is known by then stands no longer first.
+    known = known_exactly(answer, needed[sites[0]])
+    again = {("gemm", shape) for shape, _ in plan.model_work(known, list(KERNELS)).wanted["gemm"][:1]}
+    assert not again & needed[sites[0]] or again & needed[sites[1]]
 
 
 def test_the_worth_is_that_of_a_search_of_its_own(answer):
