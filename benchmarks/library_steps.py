@@ -1,0 +1,227 @@
+"""Whole training steps measured under what Dispatch chooses among torch's kernels, and among all libraries': does it pay?
+
+    python benchmarks/library_steps.py [--models wukong interformer] [--batch 2048] [--out FILE]
+
+Forward and backward of zoo models as `loka-sim validate` runs them (bf16, tables cut to 10,000 rows, compiled): in bf16, under
+the decision among torch's kernels (as torchao runs it, and as `loka_sim.dispatch.runtime` does), and under that among
+`--libraries`. Every variant is compiled in a process of its own; then all are timed in turn, one at a time, as CUDA graphs and as
+called from Python. Beside them what the time model predicts for the whole step. A loss far from bf16's would show a wrong kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = "torch,loka,fbgemm"
+TURNS, REPLAYS = 12, 6
+Table = dict[str, Any]
+
+
+def tables_of(model: str, batch: int, libraries: str) -> tuple[dict[str, Table | None], dict[str, Any]]:
+    """The dispatch tables of the variants, and what is predicted for each: milliseconds with their 90% interval."""
+    from whole_step import predicted
+
+    import loka_sim
+    from loka_sim.dispatch.table import from_whatif
+    from loka_sim.validation.runnable import TABLE_ROWS
+    from loka_sim.whole_step import by_kind, others, table_gradient
+    from perfmodel import fused
+
+    tables: dict[str, Table | None] = {"bf16": None}
+    expected: dict[str, Any] = {}
+    for label, some in (("torch", "torch"), ("all", libraries)):
+        answer = loka_sim.whatif(model, batch=batch, libraries=some)
+        beside = by_kind([*answer.others, *others(table_gradient(answer.spec.tables, TABLE_ROWS), batch, fused.load())])
+        found = predicted(model, batch, {(model, batch): (answer, beside)})
+        expected["bf16"], expected[label] = found["bf16"], found["decision"]
+        tables[label] = from_whatif(answer.to_dict())
+    tables["torch, own runtime"], expected["torch, own runtime"] = tables["torch"], expected["torch"]
+    return tables, expected
+
+
+def serve(pipe: Connection, model: str, batch: int, variant: str, table: Table | None, lock: str) -> None:
+    """Compile one variant, say so, and time it whenever asked."""
+    warnings.filterwarnings("ignore")
+    try:
+        import torch
+        from step_profile import graphed
+
+        from hil.lock import GpuLock
+        from hil.measure import locked_autotune
+        from loka_sim.dispatch import runtime
+        from loka_sim.validation.runnable import runnable
+        from loka_sim.validation.step_time import as_it_is, converted_by_table, step_of
+
+        torch._dynamo.config.recompile_limit = 512
+        torch._inductor.config.compile_threads = 2
+        made = runnable(model, batch, ())
+        assert made is not None, f"{model} is no model that can be run"
+        if table is None:
+            convert = as_it_is
+        elif variant.endswith("own runtime"):
+            convert = lambda module: runtime.convert(module, table)  # noqa: E731
+        else:
+            convert = converted_by_table(table)
+        started = time.monotonic()
+        last: list[torch.Tensor] = []
+
+        def loss(out: Any) -> torch.Tensor:
+            value = made.loss(out)
+            last[:] = [value.detach()]
+            return value
+
+        with locked_autotune(GpuLock(lock)):
+            step = step_of(replace(made, loss=loss), convert)
+        first = float(last[0])
+        replay = graphed(step)
+        torch.cuda.synchronize()
+        pipe.send({"compiled_in_s": time.monotonic() - started, "loss": first})
+        for kind in iter(pipe.recv, None):
+            call = replay if kind == "graph" else step
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            call()
+            start.record()
+            for _ in range(REPLAYS):
+                call()
+            stop.record()
+            stop.synchronize()
+            pipe.send(start.elapsed_time(stop) / REPLAYS)
+    except Exception:
+        pipe.send({"failed": traceback.format_exc()[-2000:]})
+
+
+class Variant:
+    """A step in a process of its own.
+
+    Attributes:
+        name: Of the variant.
+        state: What the process said when it was ready: seconds of compiling and the loss, or how it failed.
+        samples: Milliseconds, by kind.
+    """
+
+    def __init__(self, model: str, batch: int, name: str, table: Table | None, lock: str) -> None:
+        """Starts to compile."""
+        context = multiprocessing.get_context("spawn")
+        self.name, self.state, self.samples = name, dict[str, Any](), dict[str, list[float]]()
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, model, batch, name, table, lock), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ready(self, deadline: float) -> bool:
+        """Whether it can be timed, waiting for it until the deadline at most."""
+        if not self.state:
+            late = not self._pipe.poll(max(0.0, deadline - time.monotonic()))
+            try:
+                self.state = {"failed": "not compiled in time"} if late else self._pipe.recv()
+            except EOFError:
+                self.state = {"failed": "its process died"}
+            if "failed" in self.state:
+                print(f"{self.name}: {self.state['failed']}", file=sys.stderr)
+        return "failed" not in self.state
+
+    def sample(self, kind: str) -> None:
+        """Time it once."""
+        self._pipe.send(kind)
+        self.samples.setdefault(kind, []).append(self._pipe.recv())
+
+    def end(self) -> None:
+        """Ends it."""
+        self._process.terminate()
+
+
+def measured(model: str, variants: list[Variant], expected: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+    """Rows of one model's variants, timed in turn; prints them."""
+    live = [variant for variant in variants if variant.ready(deadline)]
+    for _ in range(TURNS):
+        for kind in ("graph", "called"):
+            for variant in live:
+                variant.sample(kind)
+    rows = []
+    for variant in variants:
+        medians = {f"{kind}_ms": statistics.median(samples) for kind, samples in variant.samples.items()}
+        spread = {f"{kind}_samples_ms": samples for kind, samples in variant.samples.items()}
+        rows.append(
+            {
+                "model": model,
+                "variant": variant.name,
+                "predicted_ms": expected[variant.name],
+                **medians,
+                **variant.state,
+                **spread,
+            }
+        )
+    base = next((row for row in rows if row["variant"] == "bf16" and "graph_ms" in row), None)
+    for row in rows:
+        if "graph_ms" not in row or base is None:
+            print(f"{model:14s}{row['variant']:20s} not measured", flush=True)
+            continue
+        predicted = row["predicted_ms"][0]
+        row["speedup"], row["predicted_speedup"] = base["graph_ms"] / row["graph_ms"], base["predicted_ms"][0] / predicted
+        print(f"{model:14s}{row['variant']:20s}{row['graph_ms']:9.3f}{row['speedup']:8.3f}x{predicted:11.3f}{row['predicted_speedup']:8.3f}x"
+              f"{predicted / row['graph_ms'] - 1:+8.1%}{row['called_ms']:11.3f}{row['loss']:9.5f}", flush=True)  # fmt: skip
+    return rows
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["wukong", "interformer"])
+    parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--libraries", default=LIBRARIES)
+    parser.add_argument("--minutes", type=float, default=6.0, help="when what is not compiled is given up")
+    parser.add_argument("--tables", type=Path, help="folder for the dispatch tables")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    import torch
+
+    from hil.fingerprint import fingerprint
+
+    if not torch.cuda.is_available():
+        print("needs a CUDA GPU", file=sys.stderr)
+        return 3
+    warnings.filterwarnings("ignore")
+    deadline = time.monotonic() + 60 * options.minutes
+    rows: list[dict[str, Any]] = []
+    print(f"{'model':14s}{'decision among':20s}{'graph ms':>9s}{'over bf16':>9s}{'predicted':>11s}{'over bf16':>9s}{'off':>8s}"
+          f"{'called ms':>11s}{'loss':>9s}")  # fmt: skip
+    with tempfile.NamedTemporaryFile() as lock:
+        running: list[tuple[str, list[Variant], dict[str, Any]]] = []
+        for model in options.models:
+            tables, expected = tables_of(model, options.batch, options.libraries)
+            variants = [Variant(model, options.batch, name, table, lock.name) for name, table in tables.items()]
+            running.append((model, variants, expected))
+            if options.tables:
+                options.tables.mkdir(parents=True, exist_ok=True)
+                (options.tables / f"{model}.json").write_text(json.dumps(tables) + "\n")
+        # Nothing is timed while anything compiles.
+        for _, variants, _ in running:
+            for variant in variants:
+                variant.ready(deadline)
+        for model, variants, expected in running:
+            rows += measured(model, variants, expected, deadline)
+            for variant in variants:
+                variant.end()
+            if options.out:
+                document = {
+                    "schema_version": 1, "machine": fingerprint(), "batch": options.batch, "libraries": options.libraries,
+                    "command": "python benchmarks/library_steps.py --out data/h200/library_steps.json", "steps": rows,
+                }  # fmt: skip
+                options.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
