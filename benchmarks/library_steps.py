@@ -56,7 +56,7 @@ def serve(pipe: Connection, model: str, batch: int, variant: str, table: Table |
     warnings.filterwarnings("ignore")
     try:
         import torch
-        from step_profile import graphed
+        from step_profile import graphed, profiled
 
         from hil.lock import GpuLock
         from hil.measure import locked_autotune
@@ -89,6 +89,10 @@ def serve(pipe: Connection, model: str, batch: int, variant: str, table: Table |
         torch.cuda.synchronize()
         pipe.send({"compiled_in_s": time.monotonic() - started, "loss": first})
         for kind in iter(pipe.recv, None):
+            if kind == "profile":
+                found = profiled(step, {})
+                pipe.send({name: found[name] for name in ("kernels_ms", "by_kind_us", "kernels")})
+                continue
             call = replay if kind == "graph" else step
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             call()
@@ -137,6 +141,12 @@ class Variant:
         self._pipe.send(kind)
         self.samples.setdefault(kind, []).append(self._pipe.recv())
 
+    def profile(self) -> dict[str, Any]:
+        """Its kernels by kind and by name, from torch's profiler."""
+        self._pipe.send("profile")
+        found: dict[str, Any] = self._pipe.recv()
+        return found
+
     def end(self) -> None:
         """Ends it."""
         self._process.terminate()
@@ -150,19 +160,12 @@ def measured(model: str, variants: list[Variant], expected: dict[str, Any], dead
             for variant in live:
                 variant.sample(kind)
     rows = []
+    profiles = {variant.name: variant.profile() for variant in live}
     for variant in variants:
         medians = {f"{kind}_ms": statistics.median(samples) for kind, samples in variant.samples.items()}
         spread = {f"{kind}_samples_ms": samples for kind, samples in variant.samples.items()}
-        rows.append(
-            {
-                "model": model,
-                "variant": variant.name,
-                "predicted_ms": expected[variant.name],
-                **medians,
-                **variant.state,
-                **spread,
-            }
-        )
+        row = {"model": model, "variant": variant.name, "predicted_ms": expected[variant.name], **medians, **variant.state}
+        rows.append({**row, **profiles.get(variant.name, {}), **spread})
     base = next((row for row in rows if row["variant"] == "bf16" and "graph_ms" in row), None)
     for row in rows:
         if "graph_ms" not in row or base is None:
