@@ -32,8 +32,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hil.compiled import Kernel, recorded
 from loka_sim.capture import trace
-from loka_sim.capture.fusion import kernels, measured
 from loka_sim.capture.lowering import lower
+from loka_sim.fusion import kernels, measured
 from loka_sim.validation.runnable import TABLE_ROWS
 from loka_sim.zoo import build, example_inputs, input_shape
 

@@ -47,16 +47,10 @@ def predicted(model: str, batch: int, answers: dict[tuple[str, int], Any]) -> di
     if (model, batch) not in answers:
         answer: WhatIf = whatif(model, batch=batch)
         tables = others(table_gradient(answer.spec.tables, TABLE_ROWS), batch, fused.load())
-        answers[model, batch] = answer, by_kind([*answer.others, *tables])
-    answer, beside = answers[model, batch]
-    result = {}
-    for step in answer.steps:
-        assert step.whole is not None
-        # The GEMMs' own interval is what the whole step's holds beside the others'.
-        low, high = (step.gemm_us * end / step.total.us for end in (step.total.low_us, step.total.high_us))
-        total = whole(type(step.total)(step.gemm_us, low, high), beside)
-        result[step.name] = tuple(end / 1e3 for end in total)
-    return result
+        answers[model, batch] = answer, by_kind(tables)
+    answer, tables = answers[model, batch]
+    found = {step.name: whole(step.whole, tables) for step in answer.steps if step.whole is not None}
+    return {name: tuple(end / 1e3 for end in total) for name, total in found.items()}
 
 
 def main() -> int:

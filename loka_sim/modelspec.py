@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 PASSES = ("output", "grad_input", "grad_weight")
-SCHEMA_VERSION = 2
-"""2 adds `fused`; files of version 1 are read."""
+SCHEMA_VERSION = 3
+"""2 adds `fused`, 3 `loops`; files of earlier versions are read."""
 
 
 @dataclass(frozen=True, order=True)
@@ -239,6 +239,8 @@ class ModelSpec:
         unaccounted: Names of what the capture saw and could not account for, each with why.
         fused: Every other kernel of a compiled forward and backward, in bf16, tables' gradients left out; empty where it
             is not known.
+        loops: What these kernels are made of, and whose operands the GEMMs multiply (see `loka_sim.step_loops`): from it follow
+            the kernels of a step with FP8 in it; empty where it is not known.
         untraced: Why a capture found no such kernels; empty where it did.
         source: Where it came from (zoo name, import path, file).
     """
@@ -251,6 +253,7 @@ class ModelSpec:
     unaccounted: tuple[str, ...] = ()
     source: str = ""
     fused: tuple[Fused, ...] = ()
+    loops: tuple[str, ...] = ()
     untraced: str = ""
     schema_version: int = field(default=SCHEMA_VERSION)
 
@@ -283,6 +286,7 @@ class ModelSpec:
             "tables": [dict(vars(table)) for table in self.tables],
             "sites": [site.to_dict() for site in self.sites],
             "fused": [kernel.to_dict() for kernel in self.fused],
+            "loops": list(self.loops),
             "untraced": self.untraced,
             "unaccounted": list(self.unaccounted),
         }
@@ -311,6 +315,7 @@ class ModelSpec:
             dense_parameters=int(document.get("dense_parameters", 0)),
             unaccounted=tuple(document.get("unaccounted", ())),
             fused=tuple(Fused.from_dict(kernel) for kernel in document.get("fused", ())),
+            loops=tuple(document.get("loops", ())),
             untraced=document.get("untraced", ""),
             source=document.get("source", ""),
         )

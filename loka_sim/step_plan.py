@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 from loka_sim.communication import Collective, Communication, Unit
 from loka_sim.dispatch.candidates import Row
 from loka_sim.dispatch.cost import Time
+from loka_sim.dispatch.steps import torch_makes
 from perfmodel.kernels import KERNELS
 from perfmodel.timeline import COMPUTE, Op, Timeline, schedule
 
 if TYPE_CHECKING:
+    from loka_sim.fp8_step import Converted
     from loka_sim.whatif import SiteDecision, WhatIf
 
 LOOKUP, FORWARD, LOSS, BACKWARD, TABLE_UPDATE, OPTIMIZER = PHASES = (
@@ -290,27 +292,42 @@ class _Writer:
         return op.name
 
 
-def beside(answer: WhatIf) -> list[Piece]:
-    """Every kernel of a step that is no GEMM nor quantizes for one, on one of the GPUs; none where they are not known.
+def beside(answer: WhatIf, converted: Converted | None = None) -> list[Piece]:
+    """Every kernel of a step beside its GEMMs, on one of the GPUs; none where they are not known.
 
     Where dense parameters are sharded, so is the optimizer's work.
+
+    Args:
+        answer: The what-if.
+        converted: Those of a step with FP8 in it, quantization among them; None for bf16's.
     """
-    pieces = [piece for other in answer.others for piece in other.pieces()]
+    found = answer.others if converted is None else converted.others
+    pieces = [piece for other in found for piece in other.pieces()]
     share = 1 / answer.parallel.shards
     return [
         replace(piece, time=Time(*(share * end for end in piece.time))) if piece.phase == OPTIMIZER else piece for piece in pieces
     ]
 
 
-def timeline(answer: WhatIf, launched: Launched, times: Mapping[Row, Time] | None = None) -> Timeline:
+def timeline(
+    answer: WhatIf, launched: Launched, times: Mapping[Row, Time] | None = None, converted: Converted | None = None
+) -> Timeline:
     """The schedule of a what-if's step.
 
     Args:
         answer: The what-if.
         launched: What each pass launches: `in_bf16`, `as_decided`, or what a table says.
         times: Of every row; None for the what-if's own.
+        converted: What stands beside its GEMMs, quantization among it; None where that is as in bf16 and each site launches its
+            own quantizers.
     """
-    others = beside(answer)
+    others = beside(answer, converted)
+
+    def unfused(site: SiteDecision, name: str) -> Sequence[Row]:
+        rows = launched(site, name)
+        inside = converted is not None and site.site.name in converted.sites
+        return [row for row in rows if not (inside and torch_makes(row))]
+
     # What is known of all kernels holds the norms, activations and bias gradients that each site knows of too.
-    pieces = site_pieces(answer.sites, answer.times.of if times is None else times, launched, around=not others)
+    pieces = site_pieces(answer.sites, answer.times.of if times is None else times, unfused, around=not others)
     return schedule(plan([*pieces, *others], answer.communication))

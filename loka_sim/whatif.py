@@ -19,22 +19,24 @@ from loka_sim.communication import Communication, Parallel, communication
 from loka_sim.dispatch.accuracy import Errors
 from loka_sim.dispatch.around import Around, around
 from loka_sim.dispatch.baselines import BASELINES
-from loka_sim.dispatch.candidates import Row, SiteShape, possible_rows
-from loka_sim.dispatch.cost import Time, Times
+from loka_sim.dispatch.candidates import Row, SiteShape, operand_makers, possible_rows
+from loka_sim.dispatch.cost import Times
 from loka_sim.dispatch.decide import Accuracies, Decider, PassDecision, Policy
 from loka_sim.dispatch.operands import DEFAULT_LIBRARIES, Toolbox, parse_libraries
 from loka_sim.dispatch.steps import SiteCost, Step, step
 from loka_sim.dispatch.torchao_plan import convertible, expressible
 from loka_sim.errors import UserError, expected_of_lower_floors
+from loka_sim.fp8_step import Converted, converted
 from loka_sim.modelspec import ModelSpec, Site
 from loka_sim.sources import Distributions, distributions, model_spec
-from loka_sim.step_plan import LAUNCHED, timeline
+from loka_sim.step_plan import DECISION, LAUNCHED, timeline
 from loka_sim.whole_step import Other, by_kind, of_step
 from perfmodel.kernels import KERNELS
 from perfmodel.timeline import Timeline
 from perfmodel.topology import Cluster
 
 if TYPE_CHECKING:
+    from perfmodel.hardware import HardwareSpec
     from perfmodel.model import PerfModel
 
 MAX_SIZE = 2**31 - 1
@@ -134,6 +136,7 @@ class WhatIf:
         toolbox: FP8 kernels that were to choose from: of the libraries asked for those that the time model knows.
         parallel: How the job is spread over GPUs.
         others: What the step holds beside the sites' GEMMs; nothing where the specification does not say.
+        converted: The same of the step as decided, its quantization among them; None where it is not known.
     """
 
     settings: Settings
@@ -147,6 +150,7 @@ class WhatIf:
     toolbox: Toolbox
     parallel: Parallel = Parallel()
     others: tuple[Other, ...] = ()
+    converted: Converted | None = None
 
     @property
     def decision(self) -> Step:
@@ -161,7 +165,10 @@ class WhatIf:
     @cached_property
     def timelines(self) -> Mapping[str, Timeline]:
         """One training step on one of the GPUs, compute and communication: `bf16` and as decided (`decision`)."""
-        return {name: timeline(self, launched) for name, launched in LAUNCHED.items()}
+        return {
+            name: timeline(self, launched, converted=self.converted if name == DECISION else None)
+            for name, launched in LAUNCHED.items()
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """The `--json` document, see schemas/whatif.schema.json."""
@@ -253,8 +260,10 @@ def whatif(
     )
     costs = [SiteCost(*entry) for entry in zip(shapes, arounds, accuracies, strict=True)]
     others = of_step(spec, timing.hardware)
-    steps = _steps(spec, costs, sites, decider, torch, by_kind(others) if others else None)
-    return WhatIf(settings, spec, _hardware(timing), known, sites, steps, exchanged, times, decider.toolbox, parallel, others)
+    steps, fp8 = _steps(spec, costs, sites, decider, torch, others, timing.hardware)
+    return WhatIf(
+        settings, spec, _hardware(timing), known, sites, steps, exchanged, times, decider.toolbox, parallel, others, fp8
+    )
 
 
 def _check(gpus: int, max_mere: float, min_speedup: float) -> None:
@@ -323,25 +332,38 @@ def _steps(
     sites: Sequence[SiteDecision],
     decider: Decider,
     torch: Toolbox,
-    beside: Mapping[str, Time] | None,
-) -> tuple[Step, ...]:
-    times, max_mere = decider.times, decider.policy.max_mere
+    others: tuple[Other, ...],
+    hardware: HardwareSpec,
+) -> tuple[tuple[Step, ...], Converted | None]:
+    """The steps, and what stands beside the GEMMs of the last, the decision's."""
+    beside = by_kind(others) if others else None
+
+    def made(
+        name: str, label: str, description: str, assignments: Sequence[Mapping[str, str]], toolbox: Toolbox
+    ) -> tuple[Step, Converted | None]:
+        makers = [operand_makers(cost.shape, assignment, toolbox) for cost, assignment in zip(costs, assignments, strict=True)]
+        shapes = [cost.shape for cost in costs]
+        found = converted(spec, hardware, shapes, assignments, makers) if others else None
+        inside = [] if found is None else [site.name in found.sites for site in spec.sites]
+        fp8 = None if found is None else found.by_kind
+        times, max_mere = decider.times, decider.policy.max_mere
+        return step(name, label, description, costs, assignments, times, max_mere, toolbox, beside, inside, fp8), found
+
     steps = [
-        step(
-            baseline.name, baseline.label, baseline.description, costs,
-            [baseline.assignment(site, cost.shape, torch) for site, cost in zip(spec.sites, costs, strict=True)], times, max_mere,
-            beside=beside,
-        )
+        made(
+            baseline.name, baseline.label, baseline.description,
+            [baseline.assignment(site, cost.shape, torch) for site, cost in zip(spec.sites, costs, strict=True)], torch,
+        )[0]
         for baseline in BASELINES
     ]  # fmt: skip
     if any(site.torchao for site in sites):
         described = "the decision for torchao: among torch's tensorwise and rowwise kernels, linears alone"
         run = [_in_torchao(site) for site in sites]
-        steps.append(step("torchao", "decision for torchao", described, costs, run, times, max_mere, torch, beside))
+        steps.append(made("torchao", "decision for torchao", described, run, torch)[0])
     chosen = [{name: entry.kernel for name, entry in site.passes.items()} for site in sites]
     described = "each pass on its own: fastest accurate kernel where the gain is sure, bf16 elsewhere"
-    decided = step("decision", "loka-sim's decision", described, costs, chosen, times, max_mere, decider.toolbox, beside)
-    return (*steps, decided)
+    decided, fp8 = made("decision", "loka-sim's decision", described, chosen, decider.toolbox)
+    return (*steps, decided), fp8
 
 
 def _in_torchao(site: SiteDecision) -> dict[str, str]:

@@ -1,11 +1,8 @@
 """What a training step holds beside its sites' GEMMs: fused kernels, table updates, the optimizer; bytes and times.
 
-The fused kernels are those of a compiled forward and backward as the specification lists them. They take the place of the
-norms, activations and bias gradients of the dense step, which are among them. Quantization of a decision is timed apart and
-unfused. torch.compile fuses it: a tensor's amax and its cast take in the activation, the norm or the activation's gradient
-that makes the tensor, whose own kernel then goes. On Wukong's decided step (production, batch 2,048) 10.5 ms came with
-quantization where kernels of its own are predicted at 14.3 ms, on InterFormer's 10.3 ms where 10.4 ms are predicted
-(data/h200/step_profiles.json): the prediction errs on the side of bf16.
+The fused kernels are those of a compiled forward and backward as the specification lists them in bf16, or as `loka_sim.fp8_step`
+finds them for a step with FP8 in it, quantization among them. They take the place of the norms, activations and bias gradients
+of the dense step, which are among them.
 """
 
 from __future__ import annotations
@@ -158,13 +155,16 @@ def by_kind(found: Iterable[Other], phases: Sequence[str] = (FORWARD, BACKWARD))
     return {kind: Time(*total.tolist()) for kind, total in sums.items()}
 
 
-def of_step(spec: ModelSpec, hardware: HardwareSpec, optimizer: str = "adamw") -> tuple[Other, ...]:
+def of_step(
+    spec: ModelSpec, hardware: HardwareSpec, optimizer: str = "adamw", kernels: Sequence[Fused] | None = None
+) -> tuple[Other, ...]:
     """Everything beside the sites' GEMMs in a training step of one GPU; nothing where the specification lists no kernels.
 
     Args:
         spec: The model, at the batch asked for.
         hardware: The GPU; without any timings of memory-bound kernels nothing is known either.
         optimizer: Of the dense parameters and of the tables' rows: a key of `OPTIMIZERS`.
+        kernels: Of the forward and backward; None for the specification's, in bf16.
     """
     from perfmodel import fused
     from perfmodel import hardware as hardware_module
@@ -180,12 +180,9 @@ def of_step(spec: ModelSpec, hardware: HardwareSpec, optimizer: str = "adamw") -
         model = replace(fused.load(name), hardware=hardware)
     except FileNotFoundError:
         return ()
-    kernels = [
-        *spec.fused,
-        *table_update(spec.tables, spec.batch, optimizer),
-    ]
+    every = [*(spec.fused if kernels is None else kernels), *table_update(spec.tables, spec.batch, optimizer)]
     adds = any(kernel.kind == "scatter" for kernel in spec.fused)
-    found = [*others(kernels, spec.batch, model), *(conflicts(spec.tables, spec.batch) if adds else [])]
+    found = [*others(every, spec.batch, model), *(conflicts(spec.tables, spec.batch) if adds else [])]
     return (*found, *optimizer_step(spec.dense_parameters, optimizer, hardware))
 
 

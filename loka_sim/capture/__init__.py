@@ -26,7 +26,7 @@ from loka_sim.capture.fit import fit_fused, fit_sites, said
 from loka_sim.capture.record import Recorder, storage
 from loka_sim.capture.trace import traced
 from loka_sim.errors import UserError
-from loka_sim.modelspec import Fused, ModelSpec, Table
+from loka_sim.modelspec import Fused, ModelSpec, Site, Table
 
 MULTIPLES = (1, 2, 3)  # two batches fix an affine dimension, the third checks it; multiples keep divisible what was
 
@@ -74,7 +74,7 @@ def capture(
     sites, unaccounted = fit_sites(batches, [run.sites for run in runs])
     counted = [f"{what} ({said(flops, batch)})" for what, flops in first.unaccounted.items()]
     tables, dense = _tables(model, first, batch)
-    fused, untraced = _fused(model, inputs, loss, batch, batch_dim)
+    fused, loops, untraced = _fused(model, inputs, loss, batch, batch_dim, sites)
     return ModelSpec(
         name=name or type(model).__name__,
         batch=batch,
@@ -83,20 +83,21 @@ def capture(
         dense_parameters=dense,
         unaccounted=(*unaccounted, *counted),
         fused=tuple(fused),
+        loops=loops,
         untraced=untraced,
         source=f"{type(model).__module__}:{type(model).__qualname__}",
     )
 
 
 def _fused(
-    model: nn.Module, inputs: Any, loss: Callable[[Any], torch.Tensor] | None, batch: int, batch_dim: int
-) -> tuple[list[Fused], str]:
-    """The kernels beside the GEMMs, and why there are none where there are none."""
+    model: nn.Module, inputs: Any, loss: Callable[[Any], torch.Tensor] | None, batch: int, batch_dim: int, sites: list[Site]
+) -> tuple[list[Fused], tuple[str, ...], str]:
+    """The kernels beside the GEMMs, their loops, and why there are none where there are none."""
     batches = [batch, 2 * batch]
     try:
-        return fit_fused(batches, [traced(model, inputs, loss, batch, size, batch_dim) for size in batches])
+        return fit_fused(batches, [traced(model, inputs, loss, batch, size, batch_dim) for size in batches], sites)
     except Exception as error:  # anything that a model or a tracer may raise: the sites are known all the same
-        return [], f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
+        return [], (), f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
 
 
 class _Failure(Exception):

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from loka_sim.capture.fusion import kernels, measured
-from loka_sim.capture.loops import Lowered
 from loka_sim.capture.record import RawGemm, RawSite
 from loka_sim.capture.trace import TABLE_ROWS
+from loka_sim.fusion import RawGroup, kernels, measured
+from loka_sim.loops import Lowered, Scheduled
 from loka_sim.modelspec import PASSES, Dim, Fused, Gemm, Site
+from loka_sim.step_loops import find_sites, joined, phases, without
+from loka_sim.step_loops import written as lines_of
 
 DIMS = ("m", "n", "k", "groups")
 
@@ -86,26 +88,51 @@ def line(batches: Sequence[int], sizes: Sequence[int]) -> Dim:
     return Dim(sizes[0] - per_batch * batches[0], per_batch)
 
 
-def fit_fused(batches: Sequence[int], runs: Sequence[dict[str, Lowered]]) -> tuple[list[Fused], str]:
+def fit_fused(
+    batches: Sequence[int], runs: Sequence[dict[str, Lowered]], sites: Sequence[Site]
+) -> tuple[list[Fused], tuple[str, ...], str]:
     """The kernels beside the GEMMs over two batches; those that are alike stand in one entry.
 
     What fuses is decided at the first batch: at another, sizes may be equal by chance. Filling and converting tables'
     dense gradients is left out.
 
+    Args:
+        batches: In samples.
+        runs: The graphs of each.
+        sites: The GEMMs.
+
     Returns:
-        The kernels in the order of their first, and why there are none where there are none.
+        The kernels in the order of their first, the loops that they are made of (see `loka_sim.step_loops`), and why there are
+        none where there are none.
     """
     found: dict[Fused, int] = {}
-    for phase, lowered in runs[0].items():
-        other = runs[1].get(phase, Lowered())
-        if [loop.label for loop in lowered.scheduled] != [loop.label for loop in other.scheduled]:
-            return [], f"the {phase} is computed differently at batch {batches[0]} and {batches[1]}"
+    steps = [joined(run) for run in runs]
+    labels = [[loop.label for loop in step.scheduled] for step in steps]
+    if labels[0] != labels[1]:
+        return [], (), f"the step is computed differently at batch {batches[0]} and {batches[1]}"
+    for phase, lowered in phases(steps[0]).items():
         together = kernels(lowered)
-        for one, two in zip(measured(lowered, together), measured(other, together), strict=True):
-            sizes = [(*raw.space, raw.read_bytes, raw.written_bytes, raw.unordered_bytes) for raw in (one, two)]
-            kept, reduced, read, written, unordered = (line(batches, pair) for pair in zip(*sizes, strict=True))
-            if not kept.per_batch and kept.const and kept.const % TABLE_ROWS == 0 and one.kind in ("fill", "pointwise"):
-                continue
-            kernel = Fused(phase, one.kind, one.label, kept, reduced, read, written, unordered, one.uneven)
-            found[kernel] = found.get(kernel, 0) + 1
-    return [replace(kernel, count=count) for kernel, count in found.items()], ""
+        for one, two in zip(measured(lowered, together), measured(phases(steps[1])[phase], together), strict=True):
+            kernel = fused_kernel(phase, batches, one, two)
+            if not (kernel.kind in ("fill", "pointwise") and _of_tables(kernel.kept.per_batch, kernel.kept.const)):
+                found[kernel] = found.get(kernel, 0) + 1
+    for step, batch in zip(steps, batches, strict=True):
+        find_sites(step, sites, batch)
+    alone = {id(loop) for pair in zip(steps[0].scheduled, steps[1].scheduled, strict=True) for loop in pair if _table_loop(*pair)}
+    lines = lines_of([without(step, lambda loop: id(loop) in alone) for step in steps], batches)
+    return [replace(kernel, count=count) for kernel, count in found.items()], lines, ""
+
+
+def fused_kernel(phase: str, batches: Sequence[int], one: RawGroup, two: RawGroup) -> Fused:
+    """A kernel from its sizes at two batches."""
+    sizes = [(*raw.space, raw.read_bytes, raw.written_bytes, raw.unordered_bytes) for raw in (one, two)]
+    kept, reduced, read, written, unordered = (line(batches, pair) for pair in zip(*sizes, strict=True))
+    return Fused(phase, one.kind, one.label, kept, reduced, read, written, unordered, one.uneven)
+
+
+def _of_tables(per_batch: int, const: int) -> bool:
+    return not per_batch and bool(const) and const % TABLE_ROWS == 0
+
+
+def _table_loop(one: Scheduled, two: Scheduled) -> bool:
+    return one.kind in ("fill", "pointwise") and one.space == two.space and _of_tables(0, one.space[0])

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from loka_sim.capture.loops import ACROSS, Access, Lowered, Reads, Scheduled
 from loka_sim.capture.operators import (
     BAGS,
     EXTERNAL,
@@ -34,6 +33,7 @@ from loka_sim.capture.operators import (
     trailing,
     value_of,
 )  # fmt: skip
+from loka_sim.loops import ACROSS, Access, Lowered, Reads, Scheduled
 
 # torch._inductor.config, alike in torch 2.11 and 2.13: realize_reads_threshold, realize_opcount_threshold,
 # realize_acc_reads_threshold, and the inputs up to which a concatenation is computed where it is used.
@@ -82,12 +82,16 @@ class Lowering:
                     root = self._root(value, "input")
                     root.buffer = self._buffer(distinct(value) * value.element_size())
                     self._views[node] = _View(root, "", value.numel(), True)
+                    self.result.inputs[node.name] = root.buffer
             elif node.op == "call_function":
                 self._call(node)
             elif node.op == "output":
                 for leaf in node.all_input_nodes:
                     for view in self._all(leaf):
-                        self.result.outputs.add(self._realize(view))
+                        buffer = self._realize(view)
+                        self.result.outputs.add(buffer)
+                        if view.numel == view.root.numel:
+                            self.result.results[leaf.name] = buffer
         return self.result
 
     # Buffers and views.
@@ -264,6 +268,19 @@ class Lowering:
                 _add(reads, key, Access(access.read_bytes, False))
         made = self._made(node)
         self._schedule(operator_name(node), kind, (0, 0), reads, made)
+        if kind == "gemm":
+            self._operands(node)
+
+    def _operands(self, node: fx.Node) -> None:
+        """Note a GEMM's sizes and what it multiplies."""
+        nodes = [node.args[position] for position in GEMMS[operator_name(node)]]
+        left, right = (value_of(operand) for operand in nodes)  # type: ignore[arg-type]
+        gemm = self.result.scheduled[-1]
+        gemm.gemm = (left.shape[0] if left.dim() == 3 else 1, left.shape[-2], right.shape[-1], left.shape[-1])
+        for name, operand in zip(("left", "right"), nodes, strict=True):
+            (view,) = self._all(operand)  # type: ignore[arg-type]
+            assert view.root.buffer is not None
+            gemm.operands[name] = (view.root.buffer, view.part, view.numel)
 
     def _bag(self, node: fx.Node, name: str) -> None:
         """A table is read, or its gradient added to, row by row: as many as there are ids."""

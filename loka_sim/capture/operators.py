@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from loka_sim.capture.loops import ACROSS, TURNED
+from loka_sim.loops import ACROSS, TURNED
 
 WHOLE_VIEWS = set("view reshape _unsafe_view unsqueeze squeeze alias detach lift_fresh squeeze_dims permute transpose t".split())
 OTHER_VIEWS = set("select slice split split_with_sizes as_strided diagonal unbind unfold narrow expand getitem".split())

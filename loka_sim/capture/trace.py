@@ -13,8 +13,8 @@ from torch import fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from loka_sim.capture import twin
-from loka_sim.capture.loops import Lowered
 from loka_sim.capture.lowering import lower
+from loka_sim.loops import Lowered
 
 # A table's dense gradient is filled and converted row by row whatever the batch; what that costs is a matter of the tables
 # and of how they are trained. The twin's tables have a number of rows (a prime) that tells such kernels from all others.

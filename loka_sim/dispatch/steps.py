@@ -60,6 +60,11 @@ class Step:
     whole_speedup: Time | None = None
 
 
+def torch_makes(row: Row) -> bool:
+    """Whether a launch is a quantizer or transposition of torch's, which torch.compile fuses."""
+    return KERNELS[row.kernel].library == "torch" and KERNELS[row.kernel].kind in ("quantize", "layout")
+
+
 def whole(gemms: Time, beside: Mapping[str, Time]) -> Time:
     """A step of GEMMs with their quantization, and of what stands beside them.
 
@@ -74,33 +79,33 @@ def whole(gemms: Time, beside: Mapping[str, Time]) -> Time:
     return Time(us, us - below, us + above)
 
 
-def diluted(ratio: Time, fast_us: float, beside: Mapping[str, Time]) -> Time:
-    """The speedup of a part of the step, once what is the same on both sides is added to both.
-
-    Args:
-        ratio: The part's slower time over its faster.
-        fast_us: The faster.
-        beside: What is added, by kind.
-    """
-    total = whole(Time(fast_us, fast_us, fast_us), beside)
-    gain = fast_us * (ratio.us - 1)
-    # How much there is beside moves the ratio to or from 1; the part's own error moves its gain.
-    ends = [1 + gain / end for end in (total.low_us, total.high_us)]
-    below = [1 + gain / total.us - min(ends), fast_us * (ratio.us - ratio.low_us) / total.us]
-    above = [max(ends) - 1 - gain / total.us, fast_us * (ratio.high_us - ratio.us) / total.us]
-    middle = 1 + gain / total.us
-    return Time(middle, middle - sum(b * b for b in below) ** 0.5, middle + sum(a * a for a in above) ** 0.5)
+NOTHING: Mapping[str, Time] = {}
 
 
-def speedup(times: Times, rows: Counter[Row], than: Counter[Row]) -> Time:
+def speedup(
+    times: Times,
+    rows: Counter[Row],
+    than: Counter[Row],
+    beside: Mapping[str, Time] = NOTHING,
+    beside_than: Mapping[str, Time] = NOTHING,
+) -> Time:
     """How many times faster `rows` are than `than`, with a 90% interval.
 
     What all kernels are off together cancels. Launches on both sides move the ratio only as far as it is from 1; the
-    others' errors are independent. First-order propagation of the three parts (both, slow only, fast only).
+    others' errors are independent. First-order propagation of the three parts (both, slow only, fast only), and of the
+    kernels beside them: those of a kind are off by one share, on both sides.
+
+    Args:
+        times: Of every launch.
+        rows: Launches.
+        than: Those that they are compared with.
+        beside: What else runs with `rows`, by kind.
+        beside_than: And with `than`.
     """
     both = rows & than
     common, new, gone = (times.difference(part.elements(), ()) for part in (both, rows - both, than - both))
-    fast, slow = common.us + new.us, common.us + gone.us
+    fast = common.us + new.us + sum(time.us for time in beside.values())
+    slow = common.us + gone.us + sum(time.us for time in beside_than.values())
     ratio = slow / fast
     gradients = ((gone, 1 / fast, 1), (new, ratio / fast, -1), (common, abs(1 - ratio) / fast, -1 if ratio > 1 else 1))
     below = above = 0.0
@@ -108,6 +113,13 @@ def speedup(times: Times, rows: Counter[Row], than: Counter[Row]) -> Time:
         ends = (gradient * (part.us - part.low_us), gradient * (part.high_us - part.us))[::sign]
         below += ends[0] ** 2
         above += ends[1] ** 2
+    for kind in {**beside, **beside_than}:
+        here, there = (side.get(kind, Time(0.0, 0.0, 0.0)) for side in (beside, beside_than))
+        shift = (there.us - ratio * here.us) / fast
+        known = here if here.us else there
+        ends = tuple(abs(shift) * abs(end / known.us - 1) for end in (known.low_us, known.high_us)) if known.us else (0.0, 0.0)
+        below += ends[shift < 0] ** 2
+        above += ends[shift >= 0] ** 2
     return Time(ratio, ratio - below**0.5, ratio + above**0.5)
 
 
@@ -121,22 +133,38 @@ def step(
     max_mere: float,
     toolbox: Toolbox = TORCH,
     beside: Mapping[str, Time] | None = None,
+    converted: Sequence[bool] = (),
+    beside_converted: Mapping[str, Time] | None = None,
 ) -> Step:
     """Add up a model's sites under one assignment each, their operands made by the fastest kernels of a toolbox.
 
-    `beside` is the time of every other kernel of the forward and backward, by kind; None where it is not known.
+    Args:
+        name: Of the step, as the next two.
+        label: Of the step.
+        description: Of the step.
+        sites: The model's.
+        assignments: Kernel per pass of each site.
+        times: Of every launch.
+        max_mere: Limit of a safe pass.
+        toolbox: What makes the operands.
+        beside: Every other kernel of a forward and backward in bf16, by kind; None where it is not known.
+        converted: Of each site whether its quantization by torch is among `beside_converted`; empty for none.
+        beside_converted: Every kernel of this forward and backward beside GEMMs; None where it is bf16's.
     """
     bf16_gemms: Counter[Row] = Counter()
     gemms: Counter[Row] = Counter()
+    apart: Counter[Row] = Counter()  # what a whole step launches beside what is fused
     others: Counter[Row] = Counter()
-    alike = Counter((site.shape, tuple(assignment.items())) for site, assignment in zip(sites, assignments, strict=True))
-    for (shape, entries), count in alike.items():
-        for counts, launched in (
-            (bf16_gemms, launches(shape, shape.bf16())),
-            (gemms, launches(shape, dict(entries), toolbox)),
-        ):
-            for row in flat(launched):
-                counts[row] += count
+    inside = converted or [False] * len(sites)
+    alike = Counter(
+        (site.shape, tuple(assignment.items()), fused) for site, assignment, fused in zip(sites, assignments, inside, strict=True)
+    )
+    for (shape, entries, fused), count in alike.items():
+        for row in flat(launches(shape, shape.bf16())):
+            bf16_gemms[row] += count
+        for row in flat(launches(shape, dict(entries), toolbox)):
+            gemms[row] += count
+            apart[row] += count * (not (fused and torch_makes(row)))
     fp8_sites = fp8_passes = unsafe = 0
     for site, assignment in zip(sites, assignments, strict=True):
         others.update(site.around.rows)
@@ -148,8 +176,8 @@ def step(
     gemm_us = times.sum(gemms.elements())
     complete = None
     if beside is not None:
-        ratio = speedup(times, gemms, bf16_gemms)
-        complete = whole(times.interval(gemms.elements()), beside), diluted(ratio, gemm_us, beside)
+        rest = beside if beside_converted is None else beside_converted
+        complete = whole(times.interval(apart.elements()), rest), speedup(times, +apart, bf16_gemms, rest, beside)
     return Step(
         name, label, description, times.interval((gemms + others).elements()),
         gemm_us, times.sum(quantize.elements()), times.sum(others.elements()),

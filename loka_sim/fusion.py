@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from loka_sim.capture.loops import ACROSS, Lowered, Scheduled
+from loka_sim.loops import ACROSS, Lowered, Scheduled
 
 MOST_FUSED = 64  # torch._inductor.config.max_fusion_size
 # torch._inductor.scheduler.MixOrderReduction, torch 2.11 and 2.13.
@@ -66,7 +66,7 @@ def _joined_space(first: _Group, second: _Group) -> tuple[int, int] | None:
         row, other = (first, second) if first.kind == "row" else (second, first)
         if other.kind == "row":
             return row.space if row.space == other.space else None
-        return row.space if _fits(row, other) else None
+        return row.space if _fits(row, other) and not (_flat(row) and _across_memory(other)) else None
     if first.kind == second.kind == "scatter":
         return None
     return first.space if first.space[0] == second.space[0] else None
@@ -90,6 +90,14 @@ def _joined_kind(first: str, second: str) -> str:
     if BOTH in kinds or kinds == {"row", "column"}:
         return BOTH
     return next((kind for kind in ("row", "column", "scatter") if kind in kinds), first)
+
+
+def _flat(group: _Group) -> bool:
+    return any(loop.flat for loop in group.members)
+
+
+def _across_memory(group: _Group) -> bool:
+    return any(access.turned == ACROSS for loop in group.members for access in loop.reads.values())
 
 
 def _fits(row: _Group, other: _Group) -> bool:
@@ -185,14 +193,12 @@ class _Fusion:
                         return False
         # No third group may have to run after one of them and before the other.
         between = (one.before | other.before) & ~(1 << first | 1 << second)
-        index, rest = 0, between
+        rest = between
         while rest:
-            if rest & 1:
-                middle = self.groups[index]
-                if middle is not None and middle.before & (1 << first | 1 << second):
-                    return False
-            rest >>= 1
-            index += 1
+            middle = self.groups[(rest & -rest).bit_length() - 1]
+            if middle is not None and middle.before & (1 << first | 1 << second):
+                return False
+            rest &= rest - 1
         one.members += other.members
         one.space = space
         one.kind = _joined_kind(one.kind, other.kind)

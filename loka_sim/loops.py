@@ -26,6 +26,9 @@ class Access:
 Reads = dict[tuple[int, str], Access]
 """By buffer, and by which part of it (empty: all of it)."""
 
+Operand = tuple[int, str, int]
+"""Buffer, part, and elements."""
+
 
 @dataclass
 class Scheduled:
@@ -40,6 +43,12 @@ class Scheduled:
         writes: Bytes of each buffer that it makes.
         gathers: It reads at indices that data decide.
         uneven: A reduction that reads something across memory, or one element for several of its own, as a mask.
+        operators: The aten operators in it, its own among them.
+        backward: It runs in the backward.
+        flat: A reduction to one value, in pieces that are no rows: nothing that runs in another order joins it.
+        gemm: Groups, m, n and k of a GEMM; None of everything else.
+        operands: What a GEMM multiplies: buffer, part, elements; named `x`, `w` or `g` once it is known whose GEMM it is.
+        site: Whose GEMM it is, and which pass; empty where that is not known.
     """
 
     label: str
@@ -50,6 +59,11 @@ class Scheduled:
     gathers: bool = False
     uneven: bool = False
     operators: frozenset[str] = frozenset()
+    backward: bool = False
+    gemm: tuple[int, int, int, int] | None = None
+    operands: dict[str, Operand] = field(default_factory=dict)
+    site: tuple[str, str] = ("", "")
+    flat: bool = False
 
     @property
     def turns(self) -> bool:
@@ -71,8 +85,12 @@ class Lowered:
         scheduled: Loops and library calls.
         sizes: Bytes of every buffer, inputs among them.
         outputs: Buffers that leave the graph.
+        inputs: Of one graph, the buffers of its inputs by name.
+        results: Of one graph, the whole buffers that leave it, by name.
     """
 
     scheduled: list[Scheduled] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)
     outputs: set[int] = field(default_factory=set)
+    inputs: dict[str, int] = field(default_factory=dict)
+    results: dict[str, int] = field(default_factory=dict)

@@ -1,0 +1,228 @@
+"""A step's loops with some of its GEMMs in FP8, as torch.compile gets them from torchao's linears.
+
+A tensor is quantized by loops of its own: its largest magnitudes, a scale from them, the cast to 8 bits, and the cast of the
+transposed tensor where the backward reads it so. What made the tensor for bf16 GEMMs alone is computed inside these loops where
+torch.compile would, and what else fuses with them is left to `loka_sim.fusion`. With one scale the magnitudes must be there
+before the cast: two kernels, and a small one between them. With a scale for each row (or 128 of its elements) magnitudes and
+cast are one kernel, and join a norm before them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from loka_sim.loops import ACROSS, Access, Lowered, Reads, Scheduled
+
+# torch._inductor.config.realize_reads_threshold: what reads more is written for several uses.
+MOST_READS = 4
+# How torch.compile cuts a reduction to one value (torch._inductor.choices.reduction_split_factor, torch 2.11 and 2.13): on a
+# GPU of 132 multiprocessors of 2,048 threads, in pieces of blocks of 256 threads.
+THREADS, LEAST_EACH, MOST_EACH = 256, 32, 512
+MULTIPROCESSORS, RESIDENT = 132, 2048
+BLOCK = 128
+
+MAGNITUDES, CAST = frozenset({"abs", "amax"}), frozenset({"mul", "clamp_min", "clamp_max"})
+
+
+class Taken(NamedTuple):
+    """An operand of an FP8 GEMM.
+
+    Attributes:
+        scaling: tensorwise, rowwise, block1x128 or block128x128.
+        turned: It is read transposed to how it is stored.
+        rows: Rows of the tensor as it is stored.
+        columns: Its columns.
+    """
+
+    scaling: str
+    turned: bool
+    rows: int
+    columns: int
+
+
+Assigned = Mapping[tuple[str, str], Mapping[str, Taken]]
+"""By site and pass: x, w or g, and how it is taken."""
+
+
+def pieces(elements: int) -> int:
+    """Into how many parts torch.compile cuts the reduction of so many elements to one value."""
+    if elements <= THREADS * LEAST_EACH:
+        return 1
+    if elements <= LEAST_EACH * MULTIPROCESSORS * RESIDENT:
+        each = LEAST_EACH
+    elif elements < MOST_EACH * MULTIPROCESSORS * RESIDENT:
+        blocks = MULTIPROCESSORS * RESIDENT // (2 * THREADS)
+        each = _near(elements, -(-elements // (THREADS * blocks)), 30)
+        each = max(each, LEAST_EACH)
+    else:
+        each = _near(elements, MOST_EACH, 50)
+    return -(-elements // (each * THREADS))
+
+
+def _near(elements: int, wanted: int, most: int) -> int:
+    """A divisor of `elements` less than `most` away from the wanted number, else that number."""
+    for distance in range(most):
+        for divisor in (wanted - distance, wanted + distance):
+            if divisor > 0 and elements % divisor == 0:
+                return divisor
+    return wanted
+
+
+def quantized(step: Lowered, assigned: Assigned) -> Lowered:
+    """The loops of a step whose GEMMs are FP8 where that is assigned; GEMMs whose pass the step does not name stay."""
+    return _Quantized(step, assigned).run()
+
+
+@dataclass
+class _Quantized:
+    step: Lowered
+    assigned: Assigned
+
+    def run(self) -> Lowered:
+        loops = [replace(loop, reads=dict(loop.reads), operands=dict(loop.operands)) for loop in self.step.scheduled]
+        self.sizes, self.next = dict(self.step.sizes), max(self.step.sizes, default=0) + 1
+        self.taken = {id(loop): self.assigned[loop.site] for loop in loops if loop.site in self.assigned}
+        self.maker = {buffer: loop for loop in loops for buffer in loop.writes}
+        inside = self._computed_inside(loops)
+        result: list[Scheduled] = []
+        made: dict[tuple[object, ...], int] = {}
+        for loop in loops:
+            if any(buffer in inside for buffer in loop.writes):
+                continue
+            taken = self.taken.get(id(loop))
+            if taken is None:
+                result.append(loop)
+                continue
+            # What another library quantizes is written in bf16 for it.
+            reads = {at: read for at, read in loop.reads.items() if not self._takes(loop, at[0])}
+            for name, how in taken.items():
+                if name in loop.operands:
+                    result += self._made(loop, loop.operands[name], how, inside, made)
+                    buffer = made[(*loop.operands[name][:2], how.scaling, how.turned, loop.backward)]
+                    reads[buffer, ""] = Access(self.sizes[buffer], False)
+            result.append(replace(loop, reads=reads))
+        return Lowered(result, self.sizes, self.step.outputs)
+
+    # What is no longer written.
+
+    def _computed_inside(self, loops: list[Scheduled]) -> dict[int, Scheduled]:
+        """Buffers that only FP8 GEMMs and loops read: those loops compute them anew, from what their maker reads."""
+        wanted = {loop.operands[name][0] for loop in loops for name in self.taken.get(id(loop), ()) if name in loop.operands}
+        readers: dict[int, list[Scheduled]] = {}
+        for loop in loops:
+            for buffer in {buffer for buffer, _ in loop.reads}:
+                readers.setdefault(buffer, []).append(loop)
+        inside: dict[int, Scheduled] = {}
+        for loop in loops:
+            (buffer, *others) = loop.writes
+            fits = loop.kind == "pointwise" and not loop.gathers and not others and len(loop.reads) <= MOST_READS
+            if not fits or buffer not in wanted or buffer in self.step.outputs:
+                continue
+            if all(self._takes(reader, buffer) or reader.kind in ("pointwise", "row", "column") for reader in readers[buffer]):
+                inside[buffer] = loop
+                for reader in readers[buffer]:
+                    if not self._takes(reader, buffer):
+                        self._compute_inside(reader, buffer, loop)
+                        for read, _ in loop.reads:
+                            if reader not in readers.setdefault(read, []):
+                                readers[read].append(reader)
+        return inside
+
+    def _takes(self, loop: Scheduled, buffer: int) -> bool:
+        """Whether a GEMM reads a buffer in 8 bits."""
+        return any(name in loop.operands and loop.operands[name][0] == buffer for name in self.taken.get(id(loop), ()))
+
+    def _compute_inside(self, reader: Scheduled, buffer: int, maker: Scheduled) -> None:
+        for key in [key for key in reader.reads if key[0] == buffer]:
+            access = reader.reads.pop(key)
+            for at, read in self._part(maker, buffer, key[1], access).items():
+                known = reader.reads.get(at)
+                reader.reads[at] = read if known is None or known.read_bytes < read.read_bytes else known
+        reader.operators |= maker.operators
+
+    def _part(self, maker: Scheduled, buffer: int, part: str, access: Access) -> Reads:
+        """What a loop reads that computes a buffer, or a part of it, instead of reading it."""
+        share = min(1.0, access.read_bytes / max(self.sizes[buffer], 1))
+        found: Reads = {}
+        for (source, piece), read in maker.reads.items():
+            order = 0 if read.turned == access.turned else max(read.turned, access.turned)
+            whole = access.whole and read.whole
+            found[source, piece or (part if share < 1 else "")] = Access(math.ceil(read.read_bytes * share), whole, order)
+        return found
+
+    # What is computed for the GEMMs.
+
+    def _buffer(self, size_bytes: int) -> int:
+        self.sizes[self.next] = size_bytes
+        self.next += 1
+        return self.next - 1
+
+    def _made(
+        self, gemm: Scheduled, operand: tuple[int, str, int], how: Taken, inside: Mapping[int, Scheduled],
+        made: dict[tuple[object, ...], int],
+    ) -> Iterator[Scheduled]:  # fmt: skip
+        """The loops that an operand still needs: scale and cast, each once."""
+        buffer, part, elements = operand
+        key = (buffer, part, how.scaling, how.turned, gemm.backward)
+        if key in made:
+            return
+        maker = inside.get(buffer)
+        whole = Access(2 * elements, True)
+        reads = {(buffer, part): whole} if maker is None else self._part(maker, buffer, part, whole)
+        operators = frozenset() if maker is None else maker.operators
+        # One scale serves both readings, and the backward those of the forward.
+        across = how.turned and how.scaling == "rowwise"
+        scale = (buffer, part, how.scaling, across)
+        if scale not in made:
+            for loop in self._magnitudes(reads, operators, elements, how, across, gemm.backward):
+                yield loop
+                (made[scale],) = loop.writes
+        turned = {at: replace(read, turned=ACROSS) if how.turned and read.whole else read for at, read in reads.items()}
+        made[key] = self._buffer(elements)
+        sources = {**turned, (made[scale], ""): Access(self.sizes[made[scale]], False)}
+        yield Scheduled(
+            "cast", "pointwise", (elements, 1), sources, {made[key]: elements}, operators=operators | CAST, backward=gemm.backward
+        )
+
+    def _magnitudes(
+        self, reads: Reads, operators: frozenset[str], elements: int, how: Taken, across: bool, backward: bool
+    ) -> Iterator[Scheduled]:
+        def reduction(kind: str, kept: int, uneven: bool = False, flat: bool = False) -> Scheduled:
+            space, writes = (kept, max(elements // kept, 1)), {self._buffer(4 * kept): 4 * kept}
+            return Scheduled("amax", kind, space, reads, writes, False, uneven, operators | MAGNITUDES, backward, flat=flat)
+
+        if how.scaling == "rowwise":
+            yield reduction("column" if across else "row", how.columns if across else how.rows)
+        elif how.scaling == "block128x128":
+            yield reduction("row", max(elements // BLOCK**2, 1), uneven=True)
+        elif how.scaling.startswith("block1x128"):
+            yield reduction("row", max(elements // BLOCK, 1))
+        else:
+            rows = self._rows_before(reads, elements)
+            kept = rows or pieces(elements)
+            first = reduction("row", kept, flat=not rows)
+            yield first
+            if kept > 1:
+                (partial,) = first.writes
+                last = {self._buffer(4): 4}
+                yield Scheduled(
+                    "amax", "row", (1, kept), {(partial, ""): Access(4 * kept, True)}, last,
+                    operators=MAGNITUDES | CAST, backward=backward,
+                )  # fmt: skip
+
+    def _rows_before(self, reads: Reads, elements: int) -> int | None:
+        """Rows of the reduction that made what is quantized: torch.compile takes the magnitudes row by row, too."""
+        buffers = {buffer for buffer, _ in reads}
+        seen: set[int] = set()
+        while buffers:
+            seen |= buffers
+            loops = [self.maker[buffer] for buffer in buffers if buffer in self.maker]
+            spaces = {loop.space for loop in loops if loop.kind == "row"}
+            if spaces:
+                ((kept, reduced),) = spaces if len(spaces) == 1 else ((1, 0),)
+                return kept if kept * reduced == elements else None
+            buffers = {buffer for loop in loops if loop.kind == "pointwise" for buffer, _ in loop.reads} - seen
+        return None
