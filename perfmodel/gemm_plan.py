@@ -95,7 +95,7 @@ def plan_of(m: int, n: int, k: int, fast: bool = True) -> Plan:
     for tile in _TILES:
         tiles = _ceil(high, tile.rows) * _ceil(wide, tile.columns)
         for wanted in sorted({1} | {min(max(round(programs / tiles), 1), steps) for programs in _PROGRAMS}):
-            parts = len(parts_of(k, wanted))
+            parts = _ceil(k, _length(k, wanted))
             time = _estimated_ns(tile, tiles * parts, _ceil(steps, parts), parts, high * wide, fast)
             plans.append((time, Plan(swapped, tile.rows, tile.columns, parts, tile.stages, tile.warps)))
     return min(plans, key=lambda plan: plan[0])[1]
@@ -112,8 +112,13 @@ def _estimated_ns(tile: _Tile, programs: int, steps: int, parts: int, outputs: i
 
 def parts_of(k: int, parts: int) -> list[slice]:
     """The parts of K that are summed apart: of whole steps of 128, as even as they get. Some fewer where steps do not suffice."""
-    length = STEP * _ceil(_ceil(k, STEP), parts)
+    length = _length(k, parts)
     return [slice(start, min(start + length, k)) for start in range(0, k, length)]
+
+
+def _length(k: int, parts: int) -> int:
+    """Products of a part, but for the last."""
+    return STEP * _ceil(_ceil(k, STEP), parts)
 
 
 def _ceil(size: int, divisor: int) -> int:
