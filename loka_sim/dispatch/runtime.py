@@ -1,6 +1,6 @@
 """A dispatch table at work: linear layers whose three GEMMs, and what quantizes their operands, are the kernels that it names.
 
-    model = convert(model, load("runs/wukong"))
+    model = convert(model, "runs/wukong")
     model = torch.compile(model)
 
 Unlike `loka-sim export`, which says in torchao's terms what torchao can express, this runs every library's kernels: a
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from hil.kernels.base import E4M3
 from hil.kernels.torch_memory import QUANTIZERS
 from loka_sim.dispatch.candidates import OPERANDS
 from loka_sim.dispatch.operands import TRANSPOSE
+from loka_sim.dispatch.table import load
 from loka_sim.dispatch.torchao_plan import convertible, module_of
 from loka_sim.errors import DataError
 from loka_sim.modelspec import PASSES
@@ -51,7 +53,7 @@ def libraries(table: dict[str, Any]) -> set[str]:
     return {KERNELS[name].library for name in names}
 
 
-def convert(model: nn.Module, table: dict[str, Any]) -> nn.Module:
+def convert(model: nn.Module, table: dict[str, Any] | Path | str) -> nn.Module:
     """Give a model's linear layers the kernels of a dispatch table, in place; parameters and state dict stay what they are.
 
     A GEMM that is no `torch.nn.Linear`'s stays in bf16, as does a module that is called more than once where its calls
@@ -59,36 +61,56 @@ def convert(model: nn.Module, table: dict[str, Any]) -> nn.Module:
 
     Args:
         model: The model that the table was made for.
-        table: A dispatch table, as `dispatch.table.load` returns it.
+        table: A dispatch table, its file, or the run folder that holds it.
 
     Returns:
         The model (a new module only where it is one linear layer itself).
 
     Raises:
-        DataError: a layer of the table's is not there, is of another shape, or is none that can be converted; or no
-            operator runs one of its kernels. Nothing was converted.
+        DataError: the table is not there or damaged; or a linear layer is the table's or the model's alone, is of another
+            shape, or is none that can be converted; or no operator runs one of its kernels. Nothing was converted.
     """
+    table = table if isinstance(table, dict) else load(table)
     chosen = plan(table)
-    modules = dict(model.named_modules())
-    for name, (kernels, n, k) in chosen.items():
-        module = modules.get(name)
-        if type(module) is not nn.Linear or (module.out_features, module.in_features) != (n, k):
-            is_there = "is not there" if module is None else f"is {type(module).__name__} {tuple(module.weight.shape)}"  # type: ignore[arg-type]
-            raise DataError(f"layer {name}: the table's is Linear ({n}, {k}), the model's {is_there}; make a table of this model")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    _compare(modules, table, frozenset(chosen))
+    for name, (kernels, _, _) in chosen.items():
         for kernel in {*kernels[:3], *kernels.x, *kernels.w, *kernels.g} - {""}:
             if not _can_run(kernel):
                 raise DataError(f"layer {name}: no operator runs {kernel}; choose --libraries among torch, loka and fbgemm")
     converted: dict[nn.Module, nn.Module] = {}
     for name, (kernels, _, _) in chosen.items():
-        module = modules[name]
-        assert isinstance(module, nn.Linear)
-        if module not in converted:
-            converted[module] = TableLinear(module, kernels)
-        parent, _, attribute = name.rpartition(".")
-        if not name:
-            return converted[module]
-        setattr(model.get_submodule(parent), attribute, converted[module])
-    return model
+        layer = modules[name]
+        assert isinstance(layer, nn.Linear)
+        converted[layer] = TableLinear(layer, kernels)
+    # Under every name that the model holds a layer by.
+    for name, module in modules.items():
+        if module in converted and name:
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, converted[module])
+    return converted.get(model, model)
+
+
+def _compare(modules: dict[str, nn.Module], table: dict[str, Any], chosen: frozenset[str]) -> None:
+    """Refuse a model whose linear layers are not the table's."""
+    said = {module_of(site["name"]) for site in table["sites"]}
+    said |= {(site["weight"] or "").rpartition(".")[0] for site in table["sites"]}
+    differences = []
+    for site in table["sites"]:
+        name = module_of(site["name"])
+        if convertible(site["name"], site["op"], site["weight"]):
+            module = modules.get(name)
+            fits = isinstance(module, nn.Linear) and (module.out_features, module.in_features) == (site["n"], site["k"])
+            # Of a class with a forward of its own, only what is not converted may be.
+            if not fits or (name in chosen and type(module) is not nn.Linear):
+                has = "not there" if module is None else str(module).partition("\n")[0]
+                differences.append(f"{name} is Linear({site['k']}, {site['n']}) in the table, and {has} in the model")
+    known = {id(modules[name]) for name in said if name in modules}
+    extra = [name for name, module in modules.items() if isinstance(module, nn.Linear) and id(module) not in known]
+    differences += [f"{name} is not in the table" for name in extra]
+    if differences:
+        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise DataError(f"{'; '.join(differences[:3])}{more}. Make a table of this model with `loka-sim whatif MODEL --out DIR`")
 
 
 def plan(table: dict[str, Any]) -> dict[str, tuple[Kernels, int, int]]:

@@ -169,6 +169,10 @@ def test_the_products_say_what_they_return(scaling):
     torch.library.opcheck(torch.ops.loka.product.default, arguments, test_utils="test_faketensor")
 
 
+class Odd(nn.Linear):
+    """A class of its own."""
+
+
 class Twice(nn.Module):
     """Layers `first` and `last`, and `shared`, which is called twice."""
 
@@ -192,7 +196,7 @@ def table_of(**sites):
         return {
             "name": name,
             "op": "linear",
-            "weight": f"{module}.weight",
+            "weight": "weight" if module == "(root)" else f"{module}.weight",
             "n": N,
             "k": K if module == "first" else N,
             "passes": passes,
@@ -222,7 +226,7 @@ def test_a_table_says_what_a_layer_runs():
 
 
 def test_what_multiplies_is_no_module_and_stays():
-    table = table_of(first=DUAL)
+    table = table_of(first=DUAL, last=PLAIN, shared=PLAIN)
     table["sites"][0]["weight"] = "elsewhere.weight"
     model = Twice()
     assert plan(table) == {} and convert(model, table) is model and type(model.first) is nn.Linear
@@ -257,17 +261,32 @@ def test_a_converted_model_trains_in_three_dimensions_with_biases():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda model: setattr(model, "first", nn.Linear(K, N + 1)), "Linear"),
-        (lambda model: delattr(model, "first"), "is not there"),
-        (lambda model: setattr(model, "first", nn.Bilinear(K, K, N)), "Bilinear"),
+        (lambda model: setattr(model, "first", nn.Linear(K, N + 1)), "first is Linear.96, 64. in the table, and Linear.in_fea"),
+        (lambda model: delattr(model, "last"), "last is Linear.64, 64. in the table, and not there in the model"),
+        (lambda model: setattr(model, "first", nn.Bilinear(K, K, N)), "first is .* and Bilinear"),
+        (lambda model: setattr(model, "more", nn.Linear(2, 2)), "more is not in the table"),
+        (lambda model: setattr(model, "first", Odd(K, N)), "first is .* and Odd"),
     ],
 )
 def test_another_model_is_refused_whole(change, message):
     model = Twice()
     change(model)
-    with pytest.raises(DataError, match=f"layer first.*{message}"):
-        convert(model, table_of(last=DUAL, first=DUAL))
-    assert type(model.last) is nn.Linear
+    with pytest.raises(DataError, match=f"{message}.*Make a table of this model"):
+        convert(model, table_of(shared=DUAL, last=PLAIN, first=DUAL))
+    assert type(model.shared) is nn.Linear
+
+
+def test_a_layer_of_several_names_is_one_afterwards():
+    model = Twice()
+    model.last = model.shared
+    convert(model, table_of(first=PLAIN, shared=DUAL))
+    assert isinstance(model.last, TableLinear) and model.last is model.shared
+    assert isinstance(convert(nn.Linear(N, N), table_of(**{"(root)": DUAL})), TableLinear)
+
+
+def test_a_table_that_is_not_there():
+    with pytest.raises(DataError, match="nowhere"):
+        convert(Twice(), "nowhere")
 
 
 def test_a_kernel_without_an_operator_is_refused():
@@ -275,7 +294,7 @@ def test_a_kernel_without_an_operator_is_refused():
         "deepgemm/fp8_block128", BF16, BF16, ("loka/quantize_block1x128", ""), ("loka/quantize_block128x128", ""), ("", "")
     )
     with pytest.raises(DataError, match="no operator runs deepgemm/fp8_block128"):
-        convert(Twice(), table_of(first=kernels))
+        convert(Twice(), table_of(first=kernels, last=PLAIN, shared=PLAIN))
     assert not operators.runs("deepgemm/fp8_block128") and operators.runs("fbgemm/quantize_rowwise")
 
 
