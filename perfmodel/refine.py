@@ -167,7 +167,7 @@ def interval_bounds(score: Array, shapes: int, expected: tuple[float, float] = (
 
 
 def _bounds(rows: pd.DataFrame, score: Array, predicted_us: Array) -> dict[str, list[tuple[float, float]]]:
-    """Bounds per kernel and group, one pair per size class: each expects what is wider around it, from class to all."""
+    """Bounds per kernel and group, one pair per size class: each expects what is wider around it, from class to group."""
     classes, groups, names = size_class(predicted_us), rows["group"].to_numpy(), rows["kernel"].to_numpy()
     shape = rows.groupby(SHAPE).ngroup().to_numpy()
 
@@ -180,7 +180,8 @@ def _bounds(rows: pd.DataFrame, score: Array, predicted_us: Array) -> dict[str, 
     everything = bounds(slice(None))
     result = {"": [everything] * (len(SIZE_CLASSES_US) + 1)}
     for group in np.unique(groups):
-        of_group = bounds(groups == group, everything)
+        # Nothing of another kind: GEMMs that are more regular than expected say nothing of quantizers.
+        of_group = bounds(groups == group)
         result[str(group)] = by_class(groups == group, of_group)
         for name in np.unique(names[groups == group]):
             result[str(name)] = by_class(names == name, bounds(names == name, of_group))
@@ -213,7 +214,8 @@ def refine(base: PerfModel, rows: pd.DataFrame, seed: int = 0) -> Refinement:
     corrections = _fit(base, prepared, seed + 1)
     base_us, measured = prepared["base_us"].to_numpy(), prepared["p50_us"].to_numpy()
     time = base_us * np.exp(value)
-    score = np.log(measured / time) / np.maximum(scale, 1e-6)
+    error, skew = np.log(measured / time), prepared["skew"].to_numpy()
+    score = error / np.maximum(scale * np.where(error < 0, 1 - skew, 1 + skew), 1e-6)
     bounds = _bounds(prepared, score, time)
     # Coverage is judged with bounds that the judged fold had no part in.
     low, high = time.copy(), time.copy()
@@ -224,7 +226,7 @@ def refine(base: PerfModel, rows: pd.DataFrame, seed: int = 0) -> Refinement:
             for kernel, index in prepared.groupby("kernel").indices.items():
                 some = index[test[index]]
                 chosen = others.get(str(kernel)) or others.get(str(prepared["group"].iloc[index[0]])) or others[""]
-                low[some], high[some] = interval(time[some], scale[some], chosen)
+                low[some], high[some] = interval(time[some], scale[some], skew[some], chosen)
     known = prepared["kernel"].isin(list(base.manifest["kernels"])).to_numpy(dtype=bool)
     before = prepared[known]
     repeat = float((base.manifest.get("repeat_on_another_machine") or {}).get("p90") or REPEAT_P90)

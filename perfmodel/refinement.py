@@ -20,7 +20,7 @@ from perfmodel.kernels import KERNELS
 from perfmodel.model import REFINEMENT as KIND
 from perfmodel.model import PerfModel, baseline_us, check_version, columns_of, read_json, size_class
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 NORMAL_90 = 1.6449
 # A local part of fewer rows does not know where it knows nothing.
 LEAST_ROWS = 40
@@ -67,7 +67,10 @@ class Correction:
 
 
 def with_base(base: PerfModel, rows: pd.DataFrame) -> pd.DataFrame:
-    """`rows` with the base's time (roofline plus launch where it has no trees), the log scale of its interval and its group."""
+    """`rows` with the base's time (roofline plus launch where it has no trees), scale and skew of its log interval, and its group.
+
+    The skew is 1 where all of the interval lies above the time, -1 where below, 0 where it is as wide on either side.
+    """
     known = rows["kernel"].isin(list(base.manifest["kernels"])).to_numpy(dtype=bool)
     values = np.zeros((len(rows), 3))
     if known.any():
@@ -75,9 +78,11 @@ def with_base(base: PerfModel, rows: pd.DataFrame) -> pd.DataFrame:
     for kernel, index in rows[~known].reset_index(drop=True).groupby("kernel").indices.items():
         new = np.flatnonzero(~known)[index]
         values[new] = baseline_us(str(kernel), *columns_of(rows.iloc[new]), base.hardware)[:, None]
-    scale = np.log(values[:, 2] / values[:, 1]) / (2 * NORMAL_90)
+    above, below = np.log(values[:, 2] / values[:, 0]), np.log(values[:, 0] / values[:, 1])
+    scale = (above + below) / (2 * NORMAL_90)
+    skew = (above - below) / np.maximum(above + below, 1e-12)
     groups = [group_of(name, bool(is_known)) for name, is_known in zip(rows["kernel"], known, strict=True)]
-    return rows.assign(base_us=values[:, 0], low_us=values[:, 1], high_us=values[:, 2], scale=scale, group=groups)
+    return rows.assign(base_us=values[:, 0], low_us=values[:, 1], high_us=values[:, 2], scale=scale, skew=skew, group=groups)
 
 
 def inputs(kernel: str, base_us: Array, sizes: Sizes, base: PerfModel) -> tuple[Array, Array]:
@@ -97,10 +102,10 @@ def apply(corrections: dict[str, Correction], base: PerfModel, rows: pd.DataFram
     return value, scale
 
 
-def interval(time_us: Array, scale: Array, bounds: list[tuple[float, float]]) -> tuple[Array, Array]:
-    """Ends of the intervals of predicted times, (rows,) each, by the bounds of each size class in units of the scale."""
+def interval(time_us: Array, scale: Array, skew: Array, bounds: list[tuple[float, float]]) -> tuple[Array, Array]:
+    """Ends of the intervals of predicted times, (rows,) each, by the bounds of each size class in units of the skewed scale."""
     pair = np.asarray(bounds)[size_class(time_us)]
-    return time_us * np.exp(pair[:, 0] * scale), time_us * np.exp(pair[:, 1] * scale)
+    return time_us * np.exp(pair[:, 0] * scale * (1 - skew)), time_us * np.exp(pair[:, 1] * scale * (1 + skew))
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class Refinement:
         base: The time model that it corrects.
         rows: Measured rows, one per kernel and shape: kernel, m, n, k, groups, p10_us, p50_us, p90_us.
         corrections: By kernel, and by kind of kernel for kernels without rows.
-        bounds: Interval bounds by kernel or kind and size class, in units of the scale.
+        bounds: Interval bounds by kernel or kind and size class, in units of the scale: on either side the base's, as skewed.
         repeat: 90th percentile of the difference between two measurements of one shape.
         accuracy_before: Of the base on the rows: `all`, `kernels`, `kinds` (n, mape, median, p90, worst, coverage) and
             `worst` (the ten worst rows). Kernels that the base does not know are not in it.
@@ -283,7 +288,7 @@ class RefinedModel(PerfModel):
             return super().predict(frame)  # which names what is wrong
         rows = with_base(refinement.base, frame.reset_index(drop=True).assign(kernel=lambda f: f["kernel"].astype(str)))
         value, scale = apply(refinement.corrections, refinement.base, rows)
-        time = rows["base_us"].to_numpy() * np.exp(value)
+        time, skew = rows["base_us"].to_numpy() * np.exp(value), rows["skew"].to_numpy()
         result = np.empty((len(rows), 3))
         result[:] = rows[["base_us", "low_us", "high_us"]].to_numpy()
         for kernel, index in rows.groupby("kernel").indices.items():
@@ -291,7 +296,7 @@ class RefinedModel(PerfModel):
             if str(kernel) not in refinement.bounds and group not in refinement.bounds:
                 continue  # nothing of its kind was measured: the base's word stands
             bounds = refinement.bounds.get(str(kernel)) or refinement.bounds[group]
-            result[index] = np.stack([time[index], *interval(time[index], scale[index], bounds)], axis=1)
+            result[index] = np.stack([time[index], *interval(time[index], scale[index], skew[index], bounds)], axis=1)
             if str(kernel) in self._measured:
                 shapes, values = self._measured[str(kernel)]
                 found = shapes.get_indexer(pd.MultiIndex.from_arrays(columns_of(rows.iloc[index])))

@@ -296,6 +296,26 @@ def test_a_handful_of_rows_does_not_narrow_the_intervals(base, halves):
     assert np.median(after["high_us"] / after["low_us"]) > 0.95 * np.median(before["high_us"] / before["low_us"])
 
 
+def test_a_skewed_interval_stays_skewed(base, halves):
+    """What the base says of either side holds until measurements say otherwise, and those of another kind do not."""
+    quantized = read_timings("h200").query("sweep == 'zoo' and kernel == 'torch/quantize_rowwise'")
+    rows = pd.concat([halves[0], quantized.head(3)], ignore_index=True)
+    # GEMMs that are just as predicted, and a handful of quantizers.
+    model = refine(base, rows.assign(p50_us=base.predict(rows)["time_us"])).model
+
+    def sides(model, rows):
+        predicted = model.predict(rows)
+        return np.log(predicted["high_us"] / predicted["time_us"]), np.log(predicted["time_us"] / predicted["low_us"])
+
+    before, after = (sides(some, quantized.tail(-3).reset_index(drop=True)) for some in (base, model))
+    skewed = np.abs(np.log(before[0] / before[1])) > 0.1
+    assert skewed.any()
+    for side in (0, 1):
+        assert after[side][skewed].to_numpy() == pytest.approx(before[side][skewed].to_numpy(), rel=0.15)
+    # Of what was seen to be exact the intervals are narrower.
+    assert np.median(sides(model, halves[1])[0] / sides(base, halves[1])[0]) < 0.8
+
+
 def test_errors_of_predict_stay(refinement):
     model = refinement.model
     with pytest.raises(ValueError, match="'torch/fp9' is not a kernel"):
