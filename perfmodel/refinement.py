@@ -67,7 +67,7 @@ class Correction:
 
 
 def with_base(base: PerfModel, rows: pd.DataFrame) -> pd.DataFrame:
-    """`rows` with the base's time (roofline plus launch where it has no trees), scale and skew of its log interval, and its group.
+    """`rows` with the base's time (roofline plus launch where it has no trees), its log interval's scale and skew, and the group.
 
     The skew is 1 where all of the interval lies above the time, -1 where below, 0 where it is as wide on either side.
     """
