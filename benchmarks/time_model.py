@@ -2,11 +2,12 @@
 
     python benchmarks/time_model.py [accuracy] [coverage] [unseen] [extrapolation] [peers] [--folds N] [--kernels PATTERN ...]
 
-accuracy, coverage: cross-validation by whole shapes over the fitted sweeps of an H200, the intervals from other folds' errors
-alone. unseen: the shipped trees on the sweeps that no fit saw, the zoo's models and `blind`. extrapolation: fitted without the
-largest octave of M, N, K and FLOPs, and without one K, and judged there. peers: each fitted on the same folds; nvMatmulHeuristics
-where it is installed (pip install nvidia-matmul-heuristics). Regret is the geometric mean of the chosen kernel's measured time
-over the best one's: per FP8 kernel of the choice between it and bf16. On two cores everything takes about ten minutes.
+accuracy: cross-validation by whole shapes over the fitted sweeps of an H200. coverage: whole runs left out, the intervals
+from the errors of other left-out runs alone. unseen: the shipped trees on the sweeps that no fit saw, the zoo's models, `blind`
+and `blind2`. extrapolation: fitted without the largest octave of M, N, K and FLOPs, and without one K, and judged there. peers:
+each fitted on the same folds; nvMatmulHeuristics where it is installed (pip install nvidia-matmul-heuristics). Regret is the
+geometric mean of the chosen kernel's measured time over the best one's: per FP8 kernel of the choice between it and bf16. On
+two cores everything takes about half an hour.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +26,10 @@ from peers import PEERS, MatmulHeuristics
 import perfmodel
 from loka_sim.dispatch.baselines import filter_rowwise, filter_tensorwise
 from perfmodel import data_folder, fit
-from perfmodel.held_out import FOLDS, accuracy, choice_regret, coverage_by_class, cross_intervals, folds_of, held_out
+from perfmodel.held_out import FOLDS, accuracy, choice_regret, coverage_by_class, folds_of, held_out, leave_out_runs
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import GEMM_KERNELS, KERNELS
-from perfmodel.learn import learn_first, predict, train
+from perfmodel.learn import Learned, learn_first, measured_range, predict, train
 from perfmodel.model import SIZE_CLASSES_US, columns_of
 
 Array = npt.NDArray[np.float64]
@@ -52,7 +54,6 @@ class Data:
         self.launches = fit.read_launches(self.everything, data_folder() / HARDWARE)
         self.folds = range(folds)
         self.fold = folds_of(self.rows)
-        self._judged: tuple[pd.DataFrame, Array, Array] | None = None
 
     @property
     def kernels(self) -> list[str]:
@@ -60,15 +61,20 @@ class Data:
         present = set(self.rows["kernel"])
         return [name for name in KERNELS if name in present]
 
-    def judged(self) -> tuple[pd.DataFrame, Array, Array]:
-        """Rows of the judged folds, their held-out predictions, and the ends of their intervals."""
-        if self._judged is None:
-            first = {name: known for name in self.kernels if (known := learn_first(name, self.launches, self.hardware))}
-            predicted = held_out(self.rows, self.hardware, first, self.folds)
-            known = np.flatnonzero(np.isfinite(predicted))
-            rows = self.rows.iloc[known].reset_index(drop=True)
-            self._judged = rows, predicted[known], cross_intervals(rows, predicted[known])
-        return self._judged
+    @cached_property
+    def first(self) -> dict[str, Learned]:
+        """What quick launches taught."""
+        return learn_first(self.launches, self.hardware, self.kernels)
+
+    @cached_property
+    def by_fold(self) -> Array:
+        """Each row's time, its shape held out; NaN outside the judged folds."""
+        return held_out(self.rows, self.hardware, self.first, judged=self.folds)
+
+    def judged(self) -> tuple[pd.DataFrame, Array]:
+        """Rows of the judged folds and their held-out predictions."""
+        known = np.flatnonzero(np.isfinite(self.by_fold))
+        return self.rows.iloc[known].reset_index(drop=True), self.by_fold[known]
 
 
 def line(name: str, result: dict[str, float], regret: dict[str, float] | None) -> str:
@@ -84,7 +90,7 @@ def line(name: str, result: dict[str, float], regret: dict[str, float] | None) -
 HEAD = f"{'':38s} {'n':>5s} {'MAPE':>6s} {'median':>7s} {'p90':>6s} {'worst':>6s} {'covered':>8s} {'regret':>8s}"
 
 
-def accuracy_table(rows: pd.DataFrame, predicted: Array, bounds: Array, title: str) -> None:
+def accuracy_table(rows: pd.DataFrame, predicted: Array, bounds: Array | None, title: str) -> None:
     """Per kernel, and the choice among GEMM kernels."""
     print(f"\n{title}\n{HEAD}")
     measured = rows["p50_us"].to_numpy()
@@ -92,7 +98,7 @@ def accuracy_table(rows: pd.DataFrame, predicted: Array, bounds: Array, title: s
         mine = (rows["kernel"] == name).to_numpy()
         fp8 = name in GEMM_KERNELS and KERNELS[name].is_fp8
         regret = choice_regret(rows, predicted, ("torch/bf16", name)) if fp8 else None
-        print(line(name, accuracy(measured[mine], predicted[mine], bounds[mine]), regret))
+        print(line(name, accuracy(measured[mine], predicted[mine], None if bounds is None else bounds[mine]), regret))
     for whose, kernels in (("torch's GEMMs", fit.TORCH_GEMMS), ("all libraries' GEMMs", GEMM_KERNELS)):
         if regret := choice_regret(rows, predicted, kernels):
             print(
@@ -102,13 +108,15 @@ def accuracy_table(rows: pd.DataFrame, predicted: Array, bounds: Array, title: s
 
 
 def coverage(data: Data) -> None:
-    """Share of held-out measurements inside the 90% intervals, per kernel and size class."""
-    rows, predicted, bounds = data.judged()
+    """Share of measurements of left-out runs inside their 90% intervals, per kernel and size class."""
+    rows = data.rows
+    fresh = leave_out_runs(rows, data.hardware, data.first, data.by_fold)
+    predicted, bounds = fresh.predicted, fresh.bounds(rows)
     edges = (0.0, *SIZE_CLASSES_US, np.inf)
     names = [
         f"{low:g}-{high:g} us" if np.isfinite(high) else f"over {low:g} us" for low, high in zip(edges, edges[1:], strict=False)
     ]
-    print("\nShare inside the 90% interval by predicted time (rows): intervals from other folds' errors alone")
+    print("\nShare inside the 90% interval by predicted time (rows): runs that neither the trees nor the intervals saw")
     print(f"{'':38s}" + "".join(f"{name:>15s}" for name in names))
     groups = [(name, (rows["kernel"] == name).to_numpy()) for name in data.kernels]
     for name, mine in [*groups, ("all", np.ones(len(rows), dtype=bool))]:
@@ -120,7 +128,10 @@ def coverage(data: Data) -> None:
 def unseen(data: Data) -> None:
     """The shipped model on sweeps that nothing was fitted to."""
     model = perfmodel.load(HARDWARE)
-    for sweep, what in (("zoo", "Whole models (sweep zoo)"), ("blind", "Fresh shapes, looked at once (sweep blind)")):
+    for sweep, what in (
+        ("zoo", "Whole models (sweep zoo)"), ("blind", "Fresh shapes (sweep blind)"),
+        ("blind2", "Fresh shapes, looked at once (sweep blind2)"),
+    ):  # fmt: skip
         rows = data.everything[(data.everything["sweep"] == sweep) & data.everything["kernel"].isin(data.kernels)]
         rows = rows[rows["kernel"].isin(list(model.manifest["kernels"]))].reset_index(drop=True)
         if len(rows):
@@ -149,15 +160,17 @@ def extrapolation(data: Data) -> None:
         launches = None if data.launches is None else data.launches[data.launches["kernel"] == name]
         quick = {} if launches is None else regions(launches, rows)
         for region, inside in regions(rows, rows).items():
-            first = learn_first(name, None if launches is None else launches[~quick[region]], data.hardware)
-            predicted = predict(train(name, rows[~inside], data.hardware, first), name, rows[inside], data.hardware)
+            first = learn_first(None if launches is None else launches[~quick[region]], data.hardware, [name])
+            known = rows[~inside]
+            learned = train(name, known, data.hardware, first.get(name))
+            predicted = predict(learned, name, rows[inside], data.hardware, measured_range(known))
             result = accuracy(rows["p50_us"].to_numpy()[inside], predicted)
             print(line(f"{name.removeprefix('torch/')}, {region}", result, None), flush=True)
 
 
 def peers(data: Data) -> None:
     """Others on the same held-out shapes."""
-    rows, ours, _ = data.judged()
+    rows, ours = data.judged()
     rows = rows.assign(ours=ours)
     rows = rows[rows["kernel"].isin(GEMM_KERNELS) & (rows["kernel"].str.startswith("torch/"))].reset_index(drop=True)
     fold = rows.merge(data.rows.assign(fold=data.fold)[["kernel", *SHAPE, "sweep", "fold"]], on=["kernel", *SHAPE, "sweep"])[
@@ -241,9 +254,8 @@ def main() -> int:
     data = Data(options.kernels, options.folds)
     if "accuracy" in wanted:
         shapes = data.rows.groupby(SHAPE).ngroups
-        accuracy_table(
-            *data.judged(), f"Held-out shapes: {FOLDS}-fold cross-validation over {shapes} shapes, {len(data.rows)} timings"
-        )
+        title = f"Held-out shapes: {FOLDS}-fold cross-validation over {shapes} shapes, {len(data.rows)} timings"
+        accuracy_table(*data.judged(), None, title)
     if "coverage" in wanted:
         coverage(data)
     if "unseen" in wanted:

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from perfmodel.features import features
-from perfmodel.model import LAUNCH_FLOOR_US, PerfModel, columns_of, with_network
+from perfmodel.model import LAUNCH_FLOOR_US, PerfModel, columns_of
 from perfmodel.roofline import limits_us
 
 
@@ -97,9 +96,8 @@ def explain(model: PerfModel, row: Mapping[str, Any] | pd.Series) -> Explanation
     if "interval_factors" not in model.manifest["kernels"][kernel]:
         raise ValueError(f"{kernel} is known from measurements on this machine alone: there are no trees to explain it by")
     compute, memory = (float(limit[0]) for limit in limits_us(kernel, *sizes, model.hardware))
-    network, trees = model.learned(kernel)
-    labels, matrix, smooth = with_network(*features(kernel, *sizes, model.hardware), network)
-    added = trees.contributions(matrix)[0].astype(float)
+    labels, matrix, smooth = model.seen(kernel, sizes)
+    added = model.learned(kernel)[1].contributions(matrix)[0].astype(float)
     # The network's value counts by itself and as a feature of the trees: together they are its factor.
     added[-2] += float(np.asarray(smooth).sum())
     order = np.argsort(-np.abs(added[:-1]), kind="stable")

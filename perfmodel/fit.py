@@ -9,11 +9,11 @@ a specification as `data/h200/hardware.json`, and `perfmodel.load(name, calibrat
 Where `launches.parquet` (`hil.launches`) lies beside the timings, each GEMM kernel is learned from its quick launches first:
 `perfmodel/learn.py` says why.
 
-Accuracy comes from two sources. Cross-validation holds out whole shapes, every kernel's row of a shape together; its
-residuals calibrate the intervals. The sweep `zoo` holds the shapes of whole models, `blind` shapes drawn as the fitted ones
-were and looked at once, at the end: neither is fitted to, nor is any swept row of a shape that they have, so the shipped
-trees are judged on models and shapes that they have not seen. The sweep `repeat` is a second measurement of known shapes on
-another machine: the floor that no model can beat.
+Accuracy comes from two sources. Cross-validation holds out whole shapes, every kernel's row of a shape together; what
+calibrates the intervals holds out whole runs (`perfmodel.held_out`). The sweep `zoo` holds the shapes of whole models, `blind`
+and `blind2` shapes drawn as the fitted ones were, each looked at once, at the end: none is fitted to, nor is any swept row of a
+shape that they have, so the shipped trees are judged on models and shapes that they have not seen. The sweep `repeat` is a
+second measurement of known shapes on another machine: the floor that no model can beat.
 """
 
 from __future__ import annotations
@@ -36,87 +36,49 @@ from perfmodel.held_out import (
     accuracy,
     choice_regret,
     coverage_by_class,
-    cross_intervals,
     folds_of,
     held_out,
-    interval_factors,
+    leave_out_runs,
     repeat_difference,
 )
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import GEMM_KERNELS, KERNELS
-from perfmodel.learn import Learned, learn_first, predict, train
-from perfmodel.model import SCHEMA_VERSION, columns_of, model_file, network_file, read_spec, size_class
+from perfmodel.learn import Learned, learn_first, measured_range, predict, train
+from perfmodel.measured import LEAST_US, read_launches, read_timings
+from perfmodel.model import SCHEMA_VERSION, model_file, network_file, read_spec, size_class
 
-__all__ = ["FOLDS", "SHAPE", "fit", "folds_of", "judge", "predict", "read_launches", "read_timings", "table", "train"]
+__all__ = [
+    "FOLDS", "LEAST_US", "SHAPE", "fit", "folds_of", "judge", "predict", "read_launches", "read_timings", "table", "train",
+]  # fmt: skip
 
 # Sweeps whose shapes no fitted row may have, and what the manifest calls what they judge.
-NEVER_SEEN = {"zoo": "held_out_models", "blind": "held_out_blind"}
+NEVER_SEEN = {"zoo": "held_out_models", "blind": "held_out_blind", "blind2": "held_out_blind2"}
 TORCH_GEMMS = tuple(name for name in GEMM_KERNELS if KERNELS[name].library == "torch")
 HELD_OUT_SWEEPS = (*NEVER_SEEN, "repeat")
 # A kernel with fewer rows is left out.
 LEAST_ROWS_FIT = 60
-# Less than a launch can take: transposing a single column launches nothing.
-LEAST_US = 0.3
-
-
-def read_timings(hardware: str, folder: Path | None = None) -> pd.DataFrame:
-    """All measured rows of a GPU that the model is of, one per kernel, shape and sweep.
-
-    Args:
-        hardware: A name of `perfmodel.hardware.available()`.
-        folder: Where the timings lie; by default `data/<hardware>`.
-
-    Raises:
-        FileNotFoundError: there are no timings.
-        ValueError: a file lacks a column, or holds a time that is none.
-    """
-    folder = data_folder() / hardware if folder is None else folder
-    files = [path for path in sorted(folder.glob("*.parquet")) if path.stem in ("gemm", "memory")]
-    if not files:
-        raise FileNotFoundError(f"no gemm.parquet or memory.parquet under {folder}; measure them with: python -m hil.collect")
-    frames = []
-    for path in files:
-        frame = pd.read_parquet(path)
-        if missing := {"kernel", "m", "n", "k", "p50_us"} - set(frame.columns):
-            raise ValueError(f"{path} lacks the columns {sorted(missing)}; measure it again with: python -m hil.collect")
-        frame = frame.assign(**{name: value for name, value in (("groups", 1), ("sweep", "own")) if name not in frame})
-        modelled = [name in KERNELS and KERNELS[name].kind != "linear" for name in frame["kernel"]]
-        unknown = sorted(set(frame["kernel"]) - set(KERNELS))
-        if unknown:
-            print(f"{path.name}: rows of unknown kernels are left out: {', '.join(unknown)}", file=sys.stderr)
-        frame = frame[modelled]
-        if not np.isfinite(frame["p50_us"]).all():
-            raise ValueError(f"{path} has a p50_us that is not finite; measure it again with: python -m hil.collect")
-        frames.append(frame)
-    everything = pd.concat(frames, ignore_index=True)
-    return everything[everything["p50_us"] >= LEAST_US].reset_index(drop=True)
-
-
-def read_launches(timings: pd.DataFrame, folder: Path) -> pd.DataFrame | None:
-    """Quick launches of shapes that no careful timing has, from `launches.parquet` in `folder`; None where there is none.
-
-    Trees that learn from them stay ignorant of every shape that fits or judges what comes on top.
-    """
-    path = folder / "launches.parquet"
-    if not path.is_file():
-        return None
-    launches = pd.read_parquet(path).assign(kernel=lambda frame: frame["kernel"].astype(str))
-    known = pd.MultiIndex.from_frame(timings[SHAPE].drop_duplicates())
-    return launches[~pd.MultiIndex.from_frame(launches[SHAPE]).isin(known)].reset_index(drop=True)
 
 
 def judge(
-    rows: pd.DataFrame, learned: dict[str, Learned], factors: dict[str, list[list[float]]], hardware: HardwareSpec
+    rows: pd.DataFrame, learned: dict[str, Learned], entries: dict[str, Any], hardware: HardwareSpec
 ) -> dict[str, Any] | None:
-    """What was learned, on rows that it has not seen: accuracy per kernel, coverage, choice regret; None without rows."""
+    """What was learned, on rows that it has not seen: accuracy per kernel, coverage, choice regret; None without rows.
+
+    Args:
+        rows: Measured rows.
+        learned: What `train` made of each kernel.
+        entries: Each kernel's part of the manifest.
+        hardware: The GPU.
+    """
     rows = rows[rows["kernel"].isin(list(learned))].reset_index(drop=True)
     if not len(rows):
         return None
     predicted, bounds = np.full(len(rows), np.nan), np.full((len(rows), 2), np.nan)
     by_kernel = {str(kernel): index for kernel, index in rows.groupby("kernel").indices.items()}
     for kernel, index in by_kernel.items():
-        predicted[index] = predict(learned[kernel], kernel, rows.iloc[index], hardware)
-        bounds[index] = predicted[index, None] * np.asarray(factors[kernel])[size_class(predicted[index])]
+        predicted[index] = predict(learned[kernel], kernel, rows.iloc[index], hardware, entries[kernel]["range"])
+        factors = np.asarray(entries[kernel]["interval_factors"])
+        bounds[index] = predicted[index, None] * factors[size_class(predicted[index])]
     measured = rows["p50_us"].to_numpy()
     return {
         "kernels": {kernel: accuracy(measured[i], predicted[i], bounds[i]) for kernel, i in by_kernel.items()},
@@ -166,9 +128,10 @@ def fit(
     everything = read_timings(hardware.name, timings_folder)
     timings = fitted_rows(everything)
     launches = read_launches(everything, timings_folder or data_folder() / hardware.name)
-    first = {kernel: known for kernel in timings["kernel"].unique() if (known := learn_first(kernel, launches, hardware))}
+    first = learn_first(launches, hardware, timings["kernel"].unique())
     predicted = held_out(timings, hardware, first)
-    measured, bounds = timings["p50_us"].to_numpy(), cross_intervals(timings, predicted)
+    fresh = leave_out_runs(timings, hardware, first, predicted)
+    measured, bounds = timings["p50_us"].to_numpy(), fresh.bounds(timings)
     command = f"python -m perfmodel.fit --hardware {hardware_name}"
     target = folder or data_folder() / hardware.name / "models"
     if timings_folder is not None and folder is not None:
@@ -185,20 +148,17 @@ def fit(
         (target / model_file(str(kernel))).write_bytes(gzip.compress(bytes(booster.save_raw("ubj")), 9, mtime=0))
         if network is not None:
             (target / network_file(str(kernel))).write_bytes(gzip.compress(network.save(), 9, mtime=0))
-        sizes = dict(zip(SHAPE, columns_of(rows), strict=True))
-        sizes["product"] = sizes["m"] * sizes["n"] * sizes["k"] * sizes["groups"]
         kernels[str(kernel)] = {
             "held_out": accuracy(measured[index], predicted[index], bounds[index]),
-            "classes": coverage_by_class(measured[index], predicted[index], bounds[index]),
-            "interval_factors": interval_factors(measured[index], predicted[index]),
+            "classes": coverage_by_class(measured[index], fresh.predicted[index], bounds[index]),
+            "interval_factors": fresh.factors(timings, str(kernel), index),
             "network": network is not None,
-            "range": {name: [float(values.min()), float(values.max())] for name, values in sizes.items()},
+            "range": measured_range(rows),
         }
-    factors = {kernel: entry["interval_factors"] for kernel, entry in kernels.items()}
     judged = {
         "choice_regret": choice_regret(timings, predicted, TORCH_GEMMS),
         "choice_regret_all_libraries": choice_regret(timings, predicted),
-        **{key: judge(everything[everything["sweep"] == sweep], learned, factors, hardware) for sweep, key in NEVER_SEEN.items()},
+        **{key: judge(everything[everything["sweep"] == sweep], learned, kernels, hardware) for sweep, key in NEVER_SEEN.items()},
         "repeat_on_another_machine": repeat_difference(everything),
     }
     manifest = {
@@ -212,7 +172,7 @@ def fit(
         **{name: value for name, value in judged.items() if value is not None},
         **(
             {"not_measured": missing}
-            if (missing := [name for name, value in judged.items() if value is None and name != "held_out_blind"])
+            if (missing := [name for name, value in judged.items() if value is None and not name.startswith("held_out_blind")])
             else {}
         ),
         "kernels": kernels,

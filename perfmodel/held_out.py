@@ -1,9 +1,16 @@
-"""How good the model is on shapes that it has not seen: whole shapes held out, with the intervals that follow from it."""
+"""How good the model is on what it has not seen, whole shapes or whole runs held out, and the intervals that follow from it.
+
+Shapes drawn for one sweep are each other's neighbours, and one GPU measured them in one go: a fold of them is easier to
+predict than a sweep to come. So accuracy is that of folds of shapes inside the sweeps, and the intervals, which must hold for
+the next sweep and another GPU, are calibrated on runs that were left out whole.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +28,11 @@ FOLDS = 5
 COVERAGE = 0.90
 # A size class with fewer held-out rows takes its interval from all of the kernel's rows.
 LEAST_ROWS = 40
+# A kernel's runs of fewer rows are left out together.
+LEAST_RUN = 100
+# How much wider, as a power, an interval is for a run left out whole than for shapes held out of known runs, where the timings
+# have one run of a kernel only: the median over torch's GEMMs on H200s.
+WIDER = 1.2
 
 
 def folds_of(timings: pd.DataFrame, folds: int = FOLDS, seed: int = 0) -> npt.NDArray[np.int64]:
@@ -29,25 +41,43 @@ def folds_of(timings: pd.DataFrame, folds: int = FOLDS, seed: int = 0) -> npt.ND
     return np.random.default_rng(seed).permutation(shape.max() + 1)[shape] % folds
 
 
+def runs_of(timings: pd.DataFrame) -> npt.NDArray[np.int64]:
+    """Run of each row, numbered per kernel from 0; those of fewer than `LEAST_RUN` rows of the kernel count as one."""
+    number = timings.groupby(["kernel", "run"])["run"].transform("size").to_numpy()
+    run = pd.Series(np.where(number < LEAST_RUN, -1, timings["run"].to_numpy()), index=timings.index)
+    return run.groupby(timings["kernel"]).rank("dense").to_numpy().astype(np.int64) - 1
+
+
 def held_out(
-    timings: pd.DataFrame, hardware: HardwareSpec, first: dict[str, Learned] | None = None, folds: Iterable[int] = range(FOLDS)
+    timings: pd.DataFrame,
+    hardware: HardwareSpec,
+    first: dict[str, Learned] | None = None,
+    part: npt.NDArray[np.int64] | None = None,
+    judged: Iterable[int] | None = None,
 ) -> Array:
-    """Each row's time as predicted by trees that saw no row of its shape, in microseconds.
+    """Each row's time as predicted by trees that saw no row of its part nor of its shape, in microseconds.
 
     Args:
         timings: Careful timings of any kernels.
         hardware: The GPU.
         first: Per kernel, what quick launches of other shapes taught, to go on from.
-        folds: Which folds to judge; the rows of others are NaN.
+        part: What is held out together: `folds_of` (the default) or `runs_of`.
+        judged: Which parts to judge; all by default.
+
+    Returns:
+        (rows,); NaN in parts that are not judged, and where a kernel has no other part to learn from.
     """
-    fold = folds_of(timings)
+    part = folds_of(timings) if part is None else part
+    judged = list(range(part.max() + 1)) if judged is None else list(judged)
+    shape = timings.groupby(SHAPE).ngroup().to_numpy()
     result = np.full(len(timings), np.nan)
     for kernel, index in timings.groupby("kernel").indices.items():
         rows = timings.iloc[index]
-        for number in folds:
-            test = fold[index] == number
-            if test.any() and not test.all():
-                learned = train(str(kernel), rows[~test], hardware, (first or {}).get(str(kernel)))
+        for number in judged:
+            test = part[index] == number
+            known = ~test & ~np.isin(shape[index], shape[index[test]])
+            if test.any() and known.sum() >= LEAST_ROWS:
+                learned = train(str(kernel), rows[known], hardware, (first or {}).get(str(kernel)))
                 result[index[test]] = predict(learned, str(kernel), rows[test], hardware)
         print(f"held out {kernel}: {len(rows)} rows", file=sys.stderr)
     return result
@@ -73,20 +103,62 @@ def interval_factors(measured: Array, predicted: Array) -> list[list[float]]:
     return result
 
 
-def cross_intervals(timings: pd.DataFrame, predicted: Array) -> Array:
-    """Ends of each row's interval, (rows, 2), from the held-out errors of the other folds' shapes alone.
+@dataclass(frozen=True)
+class Unseen:
+    """Every row predicted as one of a run to come: what the intervals are calibrated on.
 
-    So the share of measurements inside is that of shapes that calibrated nothing. NaN where a kernel has rows in one fold only.
+    Attributes:
+        predicted: Times by trees that saw nothing of the row's part, (rows,).
+        part: What was left out with the row, (rows,): its run, or of a kernel with a single run its fold of shapes.
+        wider: The power to which each kernel's interval factors are raised: above 1 where folds stand in for runs.
     """
-    fold, measured = folds_of(timings), timings["p50_us"].to_numpy()
-    result = np.full((len(timings), 2), np.nan)
-    for index in timings.groupby("kernel").indices.values():
-        for number in range(FOLDS):
-            test, rest = index[fold[index] == number], index[fold[index] != number]
-            if len(test) and len(rest):
-                factors = np.asarray(interval_factors(measured[rest], predicted[rest]))
-                result[test] = predicted[test, None] * factors[size_class(predicted[test])]
-    return result
+
+    predicted: Array
+    part: npt.NDArray[np.int64]
+    wider: dict[str, float]
+
+    def factors(self, timings: pd.DataFrame, kernel: str, rows: Any) -> list[list[float]]:
+        """Interval factors of a kernel per size class, from those of its rows that the indices `rows` name."""
+        found = interval_factors(timings["p50_us"].to_numpy()[rows], self.predicted[rows])
+        return [[float(bound ** self.wider[kernel]) for bound in pair] for pair in found]
+
+    def bounds(self, timings: pd.DataFrame) -> Array:
+        """Ends of each row's interval, (rows, 2), from the errors of other parts alone; NaN where there are none.
+
+        So the share of measurements inside is that of runs that neither trees nor intervals saw.
+        """
+        result = np.full((len(timings), 2), np.nan)
+        for kernel, rows in timings.groupby("kernel").indices.items():
+            index = np.asarray(rows)[np.isfinite(self.predicted[rows])]
+            for number in np.unique(self.part[index]):
+                test, rest = index[self.part[index] == number], index[self.part[index] != number]
+                if len(rest):
+                    factors = np.asarray(self.factors(timings, str(kernel), rest))
+                    result[test] = self.predicted[test, None] * factors[size_class(self.predicted[test])]
+        return result
+
+
+def leave_out_runs(timings: pd.DataFrame, hardware: HardwareSpec, first: dict[str, Learned] | None, by_fold: Array) -> Unseen:
+    """Predict every run by trees that did not see it.
+
+    Args:
+        timings: Careful timings with their `run`.
+        hardware: The GPU.
+        first: Per kernel, what quick launches taught.
+        by_fold: Times as predicted by folds of shapes, for kernels that were measured in a single run.
+    """
+    part, fold, measured = runs_of(timings), folds_of(timings), timings["p50_us"].to_numpy()
+    predicted = held_out(timings, hardware, first, part)
+    ratios: dict[str, float] = {}
+    for kernel, index in timings.groupby("kernel").indices.items():
+        if part[index].any() and np.isfinite(predicted[index]).all():
+            widths = [np.quantile(np.abs(np.log(measured[index] / p[index])), COVERAGE) for p in (predicted, by_fold)]
+            ratios[str(kernel)] = float(widths[0] / widths[1])
+    print(f"left-out runs: intervals wider by {ratios}", file=sys.stderr)
+    usual = max(1.0, float(np.median(list(ratios.values())))) if ratios else WIDER
+    alone = ~timings["kernel"].isin(list(ratios)).to_numpy()
+    wider = {str(kernel): 1.0 if kernel in ratios else usual for kernel in timings["kernel"].unique()}
+    return Unseen(np.where(alone, by_fold, predicted), np.where(alone, fold, part), wider)
 
 
 def accuracy(measured: Array, predicted: Array, bounds: Array | None = None) -> dict[str, float]:

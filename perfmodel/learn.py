@@ -1,14 +1,15 @@
 """How one kernel's time is learned: first from many quick launches where there are some, then from careful timings.
 
 A library chooses among a thousand kernels by rules that it does not publish, and each choice is a jump in the time. Single
-profiled launches of tens of thousands of shapes (`hil.launches`) show where the jumps are, though each is some 6% off: a
-small network takes what is smooth about them, trees on top of it the jumps. What the careful timings add is small, and
-their few thousand shapes suffice for more trees to learn it.
+profiled launches of a hundred thousand shapes (`hil.launches`) show where the jumps are, though each is some 6% off: a
+small network takes what is smooth about them, and trees on top of it the jumps, once the drift of the clocks is taken out
+(`perfmodel.steady`). What the careful timings add is small, and their few thousand shapes suffice for more trees to learn it.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,9 +19,11 @@ import pandas as pd
 from perfmodel import network
 from perfmodel.features import features
 from perfmodel.hardware import HardwareSpec
+from perfmodel.judge import SHAPE
 from perfmodel.kernels import KERNELS
-from perfmodel.model import baseline_us, columns_of, with_network
+from perfmodel.model import at_edge, baseline_us, columns_of, with_network
 from perfmodel.network import Network
+from perfmodel.steady import drift
 
 Array = npt.NDArray[np.float64]
 
@@ -32,8 +35,8 @@ ROUNDS = 500
 # Memory-bound kernels: what torch.compile tunes is now and then a kernel three times as slow, which the median leaves aside.
 MEMORY_PARAMETERS = {**PARAMETERS, "objective": "reg:absoluteerror", "max_depth": 4}
 # Of the trees that quick launches grow.
-FIRST_PARAMETERS = {**PARAMETERS, "max_depth": 8, "eta": 0.08}
-FIRST_ROUNDS = 250
+FIRST_PARAMETERS = {**PARAMETERS, "max_depth": 10, "eta": 0.06}
+FIRST_ROUNDS = 300
 # Of those on top of them.
 NEXT_PARAMETERS = {**PARAMETERS, "objective": "reg:absoluteerror", "eta": 0.06}
 NEXT_ROUNDS = 400
@@ -58,23 +61,39 @@ def _data(kernel: str, rows: pd.DataFrame, time_us: Array, hardware: HardwareSpe
     return xgboost.DMatrix(matrix, target, feature_names=names)
 
 
-def learn_first(kernel: str, launches: pd.DataFrame | None, hardware: HardwareSpec) -> Learned | None:
-    """What one kernel's quick launches teach, for `train` to go on from; None where there are too few.
+def learn_first(launches: pd.DataFrame | None, hardware: HardwareSpec, kernels: Iterable[str]) -> dict[str, Learned]:
+    """What quick launches teach of each kernel, for `train` to go on from; nothing of one with too few.
 
     Args:
-        kernel: Which kernel.
-        launches: Rows with `kernel`, `m`, `n`, `k`, `groups`, `time_us`, of any kernels; None for none.
+        launches: Rows with `kernel`, `m`, `n`, `k`, `groups`, `time_us`, in the order of their measurement; None for none.
         hardware: The GPU.
+        kernels: Which to learn, at most.
     """
     import xgboost
 
-    mine = None if launches is None else launches[launches["kernel"] == kernel]
-    if mine is None or len(mine) < LEAST_LAUNCHES:
-        return None
-    sizes, time = columns_of(mine), mine["time_us"].to_numpy(dtype=float)
-    _, matrix = features(kernel, *sizes, hardware)
-    net = network.train(matrix, np.log(time / baseline_us(kernel, *sizes, hardware)))
-    return Learned(net, xgboost.train(FIRST_PARAMETERS, _data(kernel, mine, time, hardware, net), FIRST_ROUNDS))
+    if launches is None:
+        return {}
+    number = launches["kernel"].value_counts()
+    wanted = set(number.index[number >= LEAST_LAUNCHES]) & set(kernels)
+    if not wanted:
+        return {}
+    launches = launches[launches["kernel"].isin(list(wanted))].reset_index(drop=True)
+    networks: dict[str, Network] = {}
+    residual = np.full(len(launches), np.nan)
+    for kernel in (name for name in KERNELS if name in wanted):
+        index = np.flatnonzero(launches["kernel"] == kernel)
+        sizes = columns_of(mine := launches.iloc[index])
+        target = np.log(mine["time_us"].to_numpy(dtype=float) / baseline_us(kernel, *sizes, hardware))
+        _, matrix = features(kernel, *sizes, hardware)
+        networks[kernel] = network.train(matrix, target)
+        residual[index] = target - networks[kernel].predict(matrix)
+    time = launches["time_us"].to_numpy(dtype=float) * np.exp(-drift(launches, residual))
+    first = {}
+    for kernel, net in networks.items():
+        index = np.flatnonzero(launches["kernel"] == kernel)
+        data = _data(kernel, launches.iloc[index], time[index], hardware, net)
+        first[kernel] = Learned(net, xgboost.train(FIRST_PARAMETERS, data, FIRST_ROUNDS))
+    return first
 
 
 def train(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Learned | None = None) -> Learned:
@@ -95,9 +114,27 @@ def train(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Learne
     return Learned(net, xgboost.train(parameters, data, ROUNDS if first is None else NEXT_ROUNDS, xgb_model=start))
 
 
-def predict(learned: Learned, kernel: str, rows: pd.DataFrame, hardware: HardwareSpec) -> Array:
-    """Times in microseconds of one kernel's rows."""
+def measured_range(rows: pd.DataFrame) -> dict[str, list[float]]:
+    """Least and largest m, n, k, groups and product of the four among rows of one kernel, by name."""
+    sizes = dict(zip(SHAPE, columns_of(rows), strict=True))
+    sizes["product"] = sizes["m"] * sizes["n"] * sizes["k"] * sizes["groups"]
+    return {name: [float(values.min()), float(values.max())] for name, values in sizes.items()}
+
+
+def predict(
+    learned: Learned, kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, measured: dict[str, list[float]] | None = None
+) -> Array:
+    """Times in microseconds of one kernel's rows.
+
+    Args:
+        learned: What `train` made.
+        kernel: Which kernel.
+        rows: Its calls.
+        hardware: The GPU.
+        measured: `measured_range` of what was learned from, where rows may lie outside it.
+    """
     sizes = columns_of(rows)
-    _, matrix, smooth = with_network(*features(kernel, *sizes, hardware), learned.network)
+    seen = at_edge(sizes, measured) if measured else sizes
+    _, matrix, smooth = with_network(*features(kernel, *seen, hardware), learned.network)
     ratio = smooth + learned.booster.inplace_predict(matrix).astype(np.float64)
     return baseline_us(kernel, *sizes, hardware) * np.exp(ratio)

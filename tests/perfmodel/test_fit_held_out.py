@@ -8,6 +8,7 @@ import perfmodel
 from perfmodel import data_folder, fit, held_out, learn
 from perfmodel.judge import SHAPE
 from perfmodel.model import baseline_us, columns_of, size_class
+from perfmodel.steady import drift
 
 KERNEL = "torch/bf16"
 
@@ -25,28 +26,73 @@ def true_us(rows: pd.DataFrame) -> np.ndarray:
     return baseline_us(KERNEL, *columns_of(rows), perfmodel.load("h200").hardware) * 2 * jump
 
 
-def test_intervals_of_other_folds_cover_their_share_in_every_class():
+def a_model_of(spread_by_run: tuple[float, ...], count: int = 20_000) -> tuple[pd.DataFrame, held_out.Unseen]:
+    """Rows of several runs whose times scatter about the prediction, less from 20 us on."""
     generator = np.random.default_rng(3)
-    count = 20_000
-    rows = pd.DataFrame({"kernel": KERNEL, "m": np.arange(count) + 1, "n": 1, "k": 1, "groups": 1})
+    run = generator.integers(0, len(spread_by_run), count)
+    rows = pd.DataFrame({"kernel": KERNEL, "m": np.arange(count) + 1, "n": 1, "k": 1, "groups": 1, "run": run})
     predicted = np.exp(generator.uniform(0, 7, count))
-    spread = np.where(predicted < 20, 0.2, 0.02)
+    spread = np.array(spread_by_run)[run] * np.where(predicted < 20, 1.0, 0.1)
     rows["p50_us"] = predicted * np.exp(spread * generator.standard_normal(count))
-    bounds = held_out.cross_intervals(rows, predicted)
-    found = held_out.coverage_by_class(rows["p50_us"].to_numpy(), predicted, bounds)
-    assert [c["n"] for c in found] == np.bincount(size_class(predicted), minlength=4).tolist()
+    return rows, held_out.Unseen(predicted, held_out.runs_of(rows), {KERNEL: 1.0})
+
+
+def test_intervals_of_other_runs_cover_their_share_in_every_class():
+    rows, fresh = a_model_of((0.2, 0.2, 0.2))
+    bounds, measured = fresh.bounds(rows), rows["p50_us"].to_numpy()
+    found = held_out.coverage_by_class(measured, fresh.predicted, bounds)
+    assert [c["n"] for c in found] == np.bincount(size_class(fresh.predicted), minlength=4).tolist()
     assert all(c["coverage"] == pytest.approx(0.9, abs=0.02) for c in found)
-    assert held_out.accuracy(rows["p50_us"].to_numpy(), predicted, bounds)["coverage"] == pytest.approx(0.9, abs=0.01)
+    assert held_out.accuracy(measured, fresh.predicted, bounds)["coverage"] == pytest.approx(0.9, abs=0.01)
 
 
-def test_a_rows_own_error_does_not_reach_its_interval():
-    generator = np.random.default_rng(4)
-    rows = shapes(400, 1).assign(p50_us=10.0)
-    predicted = 10 * np.exp(0.05 * generator.standard_normal(len(rows)))
-    before = held_out.cross_intervals(rows, predicted)
-    changed = rows.assign(p50_us=np.where(rows.index == 7, 1000.0, 10.0))
-    np.testing.assert_array_equal(held_out.cross_intervals(changed, predicted)[7], before[7])
-    assert not np.array_equal(held_out.cross_intervals(changed, predicted), before)
+def test_a_runs_own_errors_do_not_reach_its_intervals():
+    """A run that scatters twice as much as the others is covered as badly as it would have been unseen."""
+    rows, fresh = a_model_of((0.1, 0.1, 0.2))
+    bounds, measured = fresh.bounds(rows), rows["p50_us"].to_numpy()
+    inside = (measured >= bounds[:, 0]) & (measured <= bounds[:, 1])
+    # Two standard deviations of 0.1 each hold 58.9% of a normal variable of 0.2 inside their 90% interval.
+    assert inside[rows["run"] == 2].mean() == pytest.approx(0.589, abs=0.02)
+    assert inside[rows["run"] < 2].mean() > 0.94
+
+
+def test_folds_stand_in_for_the_runs_of_a_kernel_measured_once():
+    """Its intervals are as much wider as left-out runs of other kernels asked for."""
+    rows, fresh = a_model_of((0.1,))
+    index = np.arange(len(rows))
+    wider = held_out.Unseen(fresh.predicted, held_out.folds_of(rows), {KERNEL: 1.5})
+    narrow, wide = (np.log(np.array(some.factors(rows, KERNEL, index))) for some in (fresh, wider))
+    np.testing.assert_allclose(wide, 1.5 * narrow)
+    assert np.isnan(fresh.bounds(rows)).all() and np.isfinite(wider.bounds(rows)).all()
+
+
+def test_left_out_runs_are_predicted_without_them_and_their_shapes(monkeypatch):
+    """Whatever is held out, no row of its part or of a shape in it is learned from."""
+    seen: list[tuple[pd.DataFrame, pd.DataFrame]] = []
+    monkeypatch.setattr(held_out, "train", lambda kernel, rows, hardware, first: rows)
+
+    def predict(learned, kernel, rows, hardware):
+        seen.append((learned, rows))
+        return np.full(len(rows), 7.0)
+
+    monkeypatch.setattr(held_out, "predict", predict)
+    rows = shapes(600, 1).assign(p50_us=10.0)
+    rows["run"] = np.arange(len(rows)) % 3
+    again = rows[rows["run"] == 0].head(50).assign(run=1)
+    rows = pd.concat([rows, again], ignore_index=True)
+    assert (held_out.held_out(rows, perfmodel.load("h200").hardware, part=held_out.runs_of(rows)) == 7.0).all()
+    assert len(seen) == 3
+    for learned, test in seen:
+        assert test["run"].nunique() == 1 and not set(learned["run"]) & set(test["run"])
+        assert not set(map(tuple, learned[SHAPE].to_numpy())) & set(map(tuple, test[SHAPE].to_numpy()))
+
+
+def test_small_runs_are_left_out_together():
+    run = np.repeat([4, 7, 9, 30], [300, 20, 200, 30])
+    rows = pd.DataFrame({"kernel": KERNEL, "m": np.arange(550), "n": 1, "k": 1, "groups": 1, "run": run})
+    assert held_out.runs_of(rows).tolist() == np.repeat([1, 0, 2, 0], [300, 20, 200, 30]).tolist()
+    one = held_out.runs_of(rows[rows["run"] == 9])
+    assert not one.any()
 
 
 def test_coverage_by_hand():
@@ -82,7 +128,7 @@ def test_quick_launches_show_what_few_careful_timings_miss(monkeypatch):
     quick["time_us"] = true_us(quick) * 1.1 * np.exp(0.06 * np.random.default_rng(5).standard_normal(len(quick)))
     careful, test = shapes(80, 3), shapes(600, 4)
     careful["p50_us"] = true_us(careful)
-    first = learn.learn_first(KERNEL, quick, hardware)
+    first = learn.learn_first(quick, hardware, [KERNEL])[KERNEL]
     errors = [
         np.abs(learn.predict(learn.train(KERNEL, careful, hardware, start), KERNEL, test, hardware) / true_us(test) - 1).mean()
         for start in (None, first)
@@ -93,8 +139,26 @@ def test_quick_launches_show_what_few_careful_timings_miss(monkeypatch):
 def test_too_few_launches_are_left_alone():
     few = shapes(500, 6).assign(time_us=1.0)
     hardware = perfmodel.load("h200").hardware
-    assert learn.learn_first(KERNEL, few, hardware) is None and learn.learn_first(KERNEL, None, hardware) is None
-    assert learn.learn_first("torch/fp8_block128", shapes(9000, 6).assign(time_us=1.0), hardware) is None
+    assert learn.learn_first(few, hardware, [KERNEL]) == {} and learn.learn_first(None, hardware, [KERNEL]) == {}
+    assert learn.learn_first(shapes(9000, 6).assign(time_us=1.0), hardware, ["torch/fp8_block128"]) == {}
+
+
+def test_the_clocks_drift_is_read_off_the_neighbours():
+    """Three kernels launched on each shape while the clock wanders by 10%: what is found is that, but for each kernel's share."""
+    generator = np.random.default_rng(8)
+    some = shapes(3000, 7)
+    wander = 0.1 * np.sin(np.arange(len(some)) / 12.0)
+    names, follows = np.array([KERNEL, "torch/fp8_rowwise_fast", "torch/fp8_tensorwise_fast"]), np.array([1.0, 1.0, 0.4])
+    rows = pd.concat([some.assign(kernel=name, place=some.index) for name in names]).sort_values("place", kind="stable")
+    rows = rows.reset_index(drop=True).assign(time_us=10.0)
+    own = np.array([dict(zip(names, follows, strict=True))[name] for name in rows["kernel"]]) * wander[rows["place"]]
+    # What a shape takes is its own, in all kernels alike: that must not pass for drift.
+    shape = 0.1 * generator.standard_normal(len(some))[rows["place"]]
+    found = drift(rows, own + shape + 0.02 * generator.standard_normal(len(rows)))
+    assert np.abs(found - own).mean() < 0.03 and np.corrcoef(found, own)[0, 1] > 0.85
+    assert np.abs(np.corrcoef(found, shape)[0, 1]) < 0.1
+    blind = np.where(np.arange(len(rows)) % 2, own, np.nan)
+    assert np.isfinite(drift(rows, blind)).all()
 
 
 def test_launches_of_measured_shapes_are_not_learned_from():

@@ -1,0 +1,54 @@
+"""Reading timings: their runs, and the level of runs that several workers measured."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from perfmodel.measured import SHARED_US, read_timings
+
+
+def write(folder, commands: list[str], rows: list[int], name: str = "gemm") -> pd.DataFrame:
+    number = sum(rows)
+    frame = pd.DataFrame({
+        "kernel": "torch/bf16" if name == "gemm" else "torch/relu_forward", "m": np.arange(number) + 1, "n": 1, "k": 64,
+        "groups": 1, "p50_us": np.linspace(2.0, 20.0, number), "sweep": ["a"] * (number // 2) + ["b"] * (number - number // 2),
+    })  # fmt: skip
+    frame.to_parquet(folder / f"{name}.parquet")
+    runs = [{"command": command, "rows": count} for command, count in zip(commands, rows, strict=True)]
+    (folder / f"{name}.json").write_text(json.dumps({"runs": runs}))
+    return frame
+
+
+def test_runs_are_the_sidecars(tmp_path):
+    write(tmp_path, ["hil.collect gemm", "hil.collect gemm --workers 14", "hil.collect gemm --workers 1"], [4, 3, 5])
+    write(tmp_path, ["hil.collect memory", "hil.collect memory --workers 14"], [6, 6], "memory")
+    found = read_timings("mine", tmp_path)
+    assert found["run"].tolist() == np.repeat(range(5), [4, 3, 5, 6, 6]).tolist()
+
+
+def test_gemms_of_several_workers_are_brought_to_the_level_of_one(tmp_path):
+    frame = write(tmp_path, ["x --workers 14", "x", "x --workers 1"], [20, 10, 10])
+    memory = write(tmp_path, ["x --workers 14"], [12], "memory")
+    found = read_timings("mine", tmp_path)
+    added = found["p50_us"].to_numpy() - pd.concat([frame, memory])["p50_us"].to_numpy()
+    before = frame["p50_us"].to_numpy()[:20]
+    assert (added[20:] == 0).all()
+    np.testing.assert_allclose(added[:20][before <= 5], SHARED_US)
+    assert (added[:20][before >= 10] == 0).all() and (before >= 10).any()
+    middle = (before > 5) & (before < 10)
+    np.testing.assert_allclose(added[:20][middle], SHARED_US * (10 - before[middle]) / 5)
+    assert (np.diff(found["p50_us"].to_numpy()[:20]) > 0).all()
+
+
+@pytest.mark.parametrize("sidecar", [None, "{", "[]", '{"runs": [{"rows": 3, "command": "x --workers 9"}]}', '{"runs": [{}]}'])
+def test_without_a_fitting_sidecar_each_sweep_is_a_run(tmp_path, sidecar):
+    frame = write(tmp_path, ["x"], [8])
+    if sidecar is None:
+        (tmp_path / "gemm.json").unlink()
+    else:
+        (tmp_path / "gemm.json").write_text(sidecar)
+    found = read_timings("mine", tmp_path)
+    assert found["run"].tolist() == [0] * 4 + [1] * 4
+    np.testing.assert_array_equal(found["p50_us"], frame["p50_us"])
