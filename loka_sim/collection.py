@@ -209,17 +209,16 @@ def make_model(
     needed = set(available_kernels(list(related.manifest["kernels"]))) if related else set()
     few = {name for name in needed if (rows["kernel"] == name).sum() < LEAST_ROWS_FIT}
     shutil.rmtree(out / FIT, ignore_errors=True)
-    refinement, fitted, notes = None, None, []
+    begun, fitted, notes = time.monotonic(), None, []
+    refinement = _refined(related, rows) if related else None
     if few:
         notes.append(f"a fit of its own: {len(few)} of {len(needed)} kernels have fewer than {LEAST_ROWS_FIT} rows")
-        refinement = _refined(related, rows) if related else None
     else:
-        begun = time.monotonic()
+        _say("fitting a time model of its own ...")
         arguments = ["--timings", str(timings), "--hardware-spec", str(out / HARDWARE), "--out", str(out / FIT)]
         with measuring.Child("perfmodel.fit", arguments) as child:
-            refinement = _refined(related, rows) if related else None
-            rest = max(seconds - (time.monotonic() - begun), 0.0)
-            if child.wait(seconds=None if refinement is None else rest) is None:
+            rest = None if refinement is None else max(seconds - (time.monotonic() - begun), 0.0)
+            if child.wait(seconds=rest) is None:
                 notes.append("a fit of its own: it would take longer than the minutes given")
         fitted = (measuring.read_json(out / FIT / "perfmodel" / "manifest.json") or {}).get("kernels")
     shutil.rmtree(out / "perfmodel", ignore_errors=True)

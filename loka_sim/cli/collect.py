@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ def add(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, fit, print."""
+    # Read when torch is first imported: threads that wait for work leave the cores to those that compile.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from loka_sim.cli.output import print_json, table, wrap
     from loka_sim.collection import collect
     from loka_sim.validation.measuring import ending_children
