@@ -112,6 +112,11 @@ def _table_gradient(gradient: Tensor, ids: Tensor, rows: int) -> Tensor:
     return torch.ops.aten.embedding_dense_backward(gradient, ids, rows, -1, False)
 
 
+def _strided_table_gradient(gradients: Tensor, ids: Tensor, rows: int) -> Tensor:
+    """Of one field among many, whose gradients lie field by field beside one another."""
+    return _table_gradient(gradients[:, :, gradients.shape[2] // 2], ids, rows)
+
+
 def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1).flatten(-2)
@@ -188,6 +193,19 @@ def families() -> Iterator[tuple[str, list[Case]]]:
     gradients = ((2048, 10_000, 128), (2048, 10_000, 1152), (2048, 100_000, 256), (2048 * 64, 10_000, 256), (2048, 100, 128))
     for name, ids_of in (("uniform", uniform), ("power_law", power_law)):
         yield f"table_gradient_{name}", [(_table_gradient, (_random(c, d), ids_of(c, r), r)) for c, r, d in gradients]
+    strided = (
+        (2048, 27, 128),
+        (8192, 27, 128),
+        (2048, 26, 512),
+        (4096, 14, 64),
+        (16384, 27, 32),
+        (2048, 64, 256),
+        (32768, 27, 64),
+    )
+    yield (
+        "table_gradient_strided",
+        [(_strided_table_gradient, (_random(b, d, f), uniform(b, 10_000), 10_000)) for b, f, d in strided],
+    )
     turns = ((2048, 4, 256, 64), (2048, 2, 44, 16), (512, 8, 128, 128))
     yield "rotate", [(_rotated, (_random(*s), _random(s[2], s[3] // 2), _random(s[2], s[3] // 2))) for s in turns]
 

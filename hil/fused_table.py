@@ -18,6 +18,9 @@ from hil.quantized_families import SIZES
 from perfmodel.fused import instructions_of
 
 
+SECTOR_BYTES = 32  # what a GPU fetches at least
+
+
 def tabulated(rows: list[dict[str, Any]]) -> pandas.DataFrame:
     """Kernels of `fused.json` as `perfmodel.fused` learns from them: what each does, its sizes, its bytes, its time.
 
@@ -63,7 +66,10 @@ def _entry(
             return {**entry, "kind": "fill"}
         if read_bytes == 2 * written_bytes:  # FP32 to bf16
             return entry
-        return {**entry, "kind": "scatter", "read_bytes": 6 * kept, "written_bytes": 4 * kept}
+        strided = SECTOR_BYTES * kept if family == "table_gradient_strided" else 0  # of every sector one element is used
+        return {
+            **entry, "kind": "scatter", "read_bytes": 6 * kept + strided, "written_bytes": 4 * kept, "unordered_bytes": strided
+        }  # fmt: skip
     if read_bytes == 0:
         return {**entry, "kind": "fill"}
     if family in ("rotate", "cat"):
