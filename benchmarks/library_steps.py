@@ -3,9 +3,10 @@
     python benchmarks/library_steps.py [--models wukong interformer] [--batch 2048] [--out FILE]
 
 Forward and backward of zoo models as `loka-sim validate` runs them (bf16, tables cut to 10,000 rows, compiled): in bf16, under
-the decision among torch's kernels (as torchao runs it, and as `loka_sim.dispatch.runtime` does), and under that among
-`--libraries`. Every variant is compiled in a process of its own; then all are timed in turn, one at a time, as CUDA graphs and as
-called from Python. Beside them what the time model predicts for the whole step. A loss far from bf16's would show a wrong kernel.
+the decision among torch's kernels (as torchao runs it; with `--control` also as `loka_sim.dispatch.runtime` does), and under that
+among `--libraries`. Every variant is compiled in a process of its own; then all are timed in turn, one at a time, as called from
+Python, and with `--graphs` as CUDA graphs, which a step that the host bounds needs. Beside them what the time model predicts for
+the whole step, and the sum of its kernels' times by torch's profiler. A loss far from bf16's would show a wrong kernel.
 """
 
 from __future__ import annotations
@@ -19,13 +20,18 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 LIBRARIES = "torch,loka,fbgemm"
-TURNS, REPLAYS = 12, 6
+CONTROL = "torch, own runtime"
+TURNS = 8
+# Milliseconds that one sample takes at least.
+SAMPLE_MS = 100.0
 Table = dict[str, Any]
 
 
@@ -47,11 +53,66 @@ def tables_of(model: str, batch: int, libraries: str) -> tuple[dict[str, Table |
         found = predicted(model, batch, {(model, batch): (answer, beside)})
         expected["bf16"], expected[label] = found["bf16"], found["decision"]
         tables[label] = from_whatif(answer.to_dict())
-    tables["torch, own runtime"], expected["torch, own runtime"] = tables["torch"], expected["torch"]
+    tables[CONTROL], expected[CONTROL] = tables["torch"], expected["torch"]
     return tables, expected
 
 
-def serve(pipe: Connection, model: str, batch: int, variant: str, table: Table | None, lock: str) -> None:
+def compiled_step(model: Any, convert: Callable[[Any], Any], lock: Any) -> Callable[[], None]:
+    """As `step_time.step_of`, holding the lock from the first run on until it is ready.
+
+    Compiling needs none: while many processes compile, one at a time runs, alone with its activations and benchmarks of kernels.
+    """
+    import torch
+    from torch._inductor.compile_fx import compile_fx
+
+    waiting = [lock]
+
+    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+        run = compile_fx(graph, inputs)
+
+        def gated(*arguments: Any) -> Any:
+            while waiting:
+                waiting.pop().__enter__()
+            return run(*arguments)
+
+        return gated
+
+    module = convert(model.make())
+    compiled = torch.compile(module, dynamic=False, backend=backend)
+    inputs = model.inputs()
+
+    def step() -> None:
+        model.loss(compiled(*inputs)).backward()
+        module.zero_grad(set_to_none=True)
+
+    try:
+        step()
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    finally:
+        if not waiting:
+            lock.__exit__()
+    return step
+
+
+def sample(call: Callable[[], None]) -> float:
+    """Milliseconds of a call, over so many that they take `SAMPLE_MS`."""
+    import torch
+
+    def timed(times: int) -> float:
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(times):
+            call()
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / times
+
+    return timed(max(2, round(SAMPLE_MS / max(timed(1), 1e-3))))
+
+
+def serve(pipe: Connection, model: str, batch: int, variant: str, table: Table | None, lock: str, graphs: bool) -> None:
     """Compile one variant, say so, and time it whenever asked."""
     warnings.filterwarnings("ignore")
     try:
@@ -62,7 +123,7 @@ def serve(pipe: Connection, model: str, batch: int, variant: str, table: Table |
         from hil.measure import locked_autotune
         from loka_sim.dispatch import runtime
         from loka_sim.validation.runnable import runnable
-        from loka_sim.validation.step_time import as_it_is, converted_by_table, step_of
+        from loka_sim.validation.step_time import as_it_is, converted_by_table
 
         torch._dynamo.config.recompile_limit = 512
         torch._inductor.config.compile_threads = 2
@@ -70,8 +131,8 @@ def serve(pipe: Connection, model: str, batch: int, variant: str, table: Table |
         assert made is not None, f"{model} is no model that can be run"
         if table is None:
             convert = as_it_is
-        elif variant.endswith("own runtime"):
-            convert = lambda module: runtime.convert(module, table)  # noqa: E731
+        elif variant == CONTROL:
+            convert = partial(runtime.convert, table=table)
         else:
             convert = converted_by_table(table)
         started = time.monotonic()
@@ -82,26 +143,24 @@ def serve(pipe: Connection, model: str, batch: int, variant: str, table: Table |
             last[:] = [value.detach()]
             return value
 
-        with locked_autotune(GpuLock(lock)):
-            step = step_of(replace(made, loss=loss), convert)
-        first = float(last[0])
-        replay = graphed(step)
-        torch.cuda.synchronize()
-        pipe.send({"compiled_in_s": time.monotonic() - started, "loss": first})
+        gpu = GpuLock(lock)
+        with locked_autotune(gpu):
+            step = compiled_step(replace(made, loss=loss), convert, gpu)
+        calls = {"called": step}
+        ready = {"compiled_in_s": time.monotonic() - started, "loss": float(last[0])}
+        if graphs:
+            with gpu:
+                calls["graph"] = graphed(step)
+                torch.cuda.synchronize()
+        pipe.send(ready)
         for kind in iter(pipe.recv, None):
             if kind == "profile":
                 found = profiled(step, {})
                 pipe.send({name: found[name] for name in ("kernels_ms", "by_kind_us", "kernels")})
-                continue
-            call = replay if kind == "graph" else step
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            call()
-            start.record()
-            for _ in range(REPLAYS):
-                call()
-            stop.record()
-            stop.synchronize()
-            pipe.send(start.elapsed_time(stop) / REPLAYS)
+            else:
+                pipe.send(sample(calls[kind]))
+            # What the next one may need.
+            torch.cuda.empty_cache()
     except Exception:
         pipe.send({"failed": traceback.format_exc()[-2000:]})
 
@@ -115,12 +174,12 @@ class Variant:
         samples: Milliseconds, by kind.
     """
 
-    def __init__(self, model: str, batch: int, name: str, table: Table | None, lock: str) -> None:
+    def __init__(self, model: str, batch: int, name: str, table: Table | None, lock: str, graphs: bool) -> None:
         """Starts to compile."""
         context = multiprocessing.get_context("spawn")
         self.name, self.state, self.samples = name, dict[str, Any](), dict[str, list[float]]()
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, model, batch, name, table, lock), daemon=True)
+        self._process = context.Process(target=serve, args=(theirs, model, batch, name, table, lock, graphs), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -152,29 +211,29 @@ class Variant:
         self._process.terminate()
 
 
-def measured(model: str, variants: list[Variant], expected: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+def measured(model: str, variants: list[Variant], expected: dict[str, Any], kinds: tuple[str, ...]) -> list[dict[str, Any]]:
     """Rows of one model's variants, timed in turn; prints them."""
-    live = [variant for variant in variants if variant.ready(deadline)]
+    live = [variant for variant in variants if "failed" not in variant.state]
     for _ in range(TURNS):
-        for kind in ("graph", "called"):
+        for kind in kinds:
             for variant in live:
                 variant.sample(kind)
     rows = []
-    profiles = {variant.name: variant.profile() for variant in live}
     for variant in variants:
         medians = {f"{kind}_ms": statistics.median(samples) for kind, samples in variant.samples.items()}
-        spread = {f"{kind}_samples_ms": samples for kind, samples in variant.samples.items()}
-        row = {"model": model, "variant": variant.name, "predicted_ms": expected[variant.name], **medians, **variant.state}
-        rows.append({**row, **profiles.get(variant.name, {}), **spread})
-    base = next((row for row in rows if row["variant"] == "bf16" and "graph_ms" in row), None)
+        samples = {f"{kind}_samples_ms": some for kind, some in variant.samples.items()}
+        row = {"model": model, "variant": variant.name, "predicted_ms": expected[variant.name], **variant.state}
+        rows.append({**row, **medians, **samples})
+    key = f"{kinds[-1]}_ms"
+    base = next((row for row in rows if row["variant"] == "bf16" and key in row), None)
     for row in rows:
-        if "graph_ms" not in row or base is None:
+        if key not in row or base is None:
             print(f"{model:14s}{row['variant']:20s} not measured", flush=True)
             continue
         predicted = row["predicted_ms"][0]
-        row["speedup"], row["predicted_speedup"] = base["graph_ms"] / row["graph_ms"], base["predicted_ms"][0] / predicted
-        print(f"{model:14s}{row['variant']:20s}{row['graph_ms']:9.3f}{row['speedup']:8.3f}x{predicted:11.3f}{row['predicted_speedup']:8.3f}x"
-              f"{predicted / row['graph_ms'] - 1:+8.1%}{row['called_ms']:11.3f}{row['loss']:9.5f}", flush=True)  # fmt: skip
+        row["speedup"], row["predicted_speedup"] = base[key] / row[key], base["predicted_ms"][0] / predicted
+        print(f"{model:14s}{row['variant']:20s}{row[key]:10.3f}{row['speedup']:8.3f}x{predicted:11.3f}"
+              f"{row['predicted_speedup']:8.3f}x{predicted / row[key] - 1:+8.1%}{row['loss']:10.5f}", flush=True)  # fmt: skip
     return rows
 
 
@@ -184,6 +243,8 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=["wukong", "interformer"])
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--libraries", default=LIBRARIES)
+    parser.add_argument("--control", action="store_true", help="torch's decision by our runtime, too")
+    parser.add_argument("--graphs", action="store_true", help="time CUDA graphs, too")
     parser.add_argument("--minutes", type=float, default=6.0, help="when what is not compiled is given up")
     parser.add_argument("--tables", type=Path, help="folder for the dispatch tables")
     parser.add_argument("--out", type=Path, help="JSON file to write")
@@ -198,13 +259,26 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     deadline = time.monotonic() + 60 * options.minutes
     rows: list[dict[str, Any]] = []
-    print(f"{'model':14s}{'decision among':20s}{'graph ms':>9s}{'over bf16':>9s}{'predicted':>11s}{'over bf16':>9s}{'off':>8s}"
-          f"{'called ms':>11s}{'loss':>9s}")  # fmt: skip
+    print(f"{'model':14s}{'decision among':20s}{'step ms':>10s}{'over bf16':>9s}{'predicted':>11s}{'over bf16':>9s}{'off':>8s}"
+          f"{'loss':>10s}")  # fmt: skip
+    kinds = ("called", *["graph"] * options.graphs)
+
+    def keep() -> None:
+        document = {
+            "schema_version": 1, "machine": fingerprint(), "batch": options.batch, "libraries": options.libraries,
+            "command": "python benchmarks/library_steps.py --out data/h200/library_steps.json", "steps": rows,
+        }  # fmt: skip
+        if options.out:
+            options.out.write_text(json.dumps(document, indent=1) + "\n")
+
     with tempfile.NamedTemporaryFile() as lock:
         running: list[tuple[str, list[Variant], dict[str, Any]]] = []
         for model in options.models:
             tables, expected = tables_of(model, options.batch, options.libraries)
-            variants = [Variant(model, options.batch, name, table, lock.name) for name, table in tables.items()]
+            if not options.control:
+                tables.pop(CONTROL, None)
+            starts = (options.batch, lock.name, options.graphs)
+            variants = [Variant(model, starts[0], name, table, *starts[1:]) for name, table in tables.items()]
             running.append((model, variants, expected))
             if options.tables:
                 options.tables.mkdir(parents=True, exist_ok=True)
@@ -214,15 +288,14 @@ def main() -> int:
             for variant in variants:
                 variant.ready(deadline)
         for model, variants, expected in running:
-            rows += measured(model, variants, expected, deadline)
-            for variant in variants:
-                variant.end()
-            if options.out:
-                document = {
-                    "schema_version": 1, "machine": fingerprint(), "batch": options.batch, "libraries": options.libraries,
-                    "command": "python benchmarks/library_steps.py --out data/h200/library_steps.json", "steps": rows,
-                }  # fmt: skip
-                options.out.write_text(json.dumps(document, indent=1) + "\n")
+            rows += measured(model, variants, expected, kinds)
+            keep()
+        for row, variant in zip(rows, [variant for _, variants, _ in running for variant in variants], strict=True):
+            if "failed" not in variant.state:
+                row.update(variant.profile())
+                keep()
+                print(f"{row['model']:14s}{row['variant']:20s} kernels {row['kernels_ms']:.3f} ms", flush=True)
+            variant.end()
     return 0
 
 
