@@ -27,7 +27,7 @@ def validation_screen(document: dict[str, Any], style: Style, out: Path | None =
     lines = [style(line, "dim") for line in _subject(document)]
     for stage in document["stages"]:
         if stage["complete"] and stage["note"]:
-            lines.append(style(_line(f"{stage['name']}: {stage['note']}", ""), "dim"))
+            lines += [style(line, "dim") for line in wrap(_cut(f"{stage['name']}: {stage['note']}", 190), "", "  ")]
     lines += [style(line, "yellow") for text in _lacking(document) for line in wrap(_cut(text, 190), "", "  ")]
     colour = "green" if document["verdict"] else "yellow"
     lines += ["", *(style(line, "bold", colour) for line in wrap(_cut(say.headline(document), 290), "", "  "))]
@@ -91,7 +91,7 @@ def _moved(entry: dict[str, Any], key: str) -> str:
 
 
 def _numerics(document: dict[str, Any], style: Style) -> list[str]:
-    """A row per kernel; of its three passes the worst, in each column."""
+    """A row per kernel that ran on the model's tensors, of its three passes the worst in each column; the others in a line."""
     numerics = document["numerics"]
     if numerics is None or not (numerics["summary"] or numerics["sampled"]):
         return []
@@ -103,7 +103,9 @@ def _numerics(document: dict[str, Any], style: Style) -> list[str]:
     rows: list[tuple[str, ...]] = [
         ("numerics, worst pass", "bit-equal: sampled", "own", "n", "SQNR off, dB", "p95", "in 0.5 dB", "MERE off")
     ]
-    for kernel in order[:_KERNELS]:
+    own = [kernel for kernel in order if summaries[kernel]]
+    shown, rest = (own or order)[:_KERNELS], (own or order)[_KERNELS:]
+    for kernel in shown:
         some = summaries[kernel]
         rows.append((
             shorten(_kernel(kernel), 20), say.share(sampled.get(kernel)), say.share(_worst(min, some, "bit_equal")),
@@ -111,7 +113,11 @@ def _numerics(document: dict[str, Any], style: Style) -> list[str]:
             _db(_worst(max, some, "sqnr_gap_p95_db")), say.share(_worst(min, some, "within_half_db")),
             say.share(_worst(max, some, "mere_gap_median")),
         ))  # fmt: skip
-    more = [style(f"  and {len(order) - _KERNELS} more kernels", "dim")] if len(order) > _KERNELS else []
+    more = [style(f"  and {len(rest)} more kernels", "dim")] if rest else []
+    others = [sampled[kernel] for kernel in order if own and not summaries[kernel]]
+    if others:
+        equal = sum(share == 1 for share in others)
+        more.append(style(f"  sampled alone: {len(others)} more kinds of GEMM, all outputs bit-equal in {equal} of them", "dim"))
     return [*_table(rows, "lrrrrrrr", style), *more, *_note(numerics, style)]
 
 

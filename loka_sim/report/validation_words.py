@@ -71,6 +71,9 @@ def ranked(tolerances: list[Record]) -> list[Record]:
         value, edge = entry["value"], entry["limit"]
         if value is None:
             return 0.0
+        if value == edge:
+            # Nothing better is asked, as of outputs that must all be equal: no miss is near.
+            return math.inf
         return abs(math.log(value / edge)) if value * edge > 0 else math.inf
 
     def place(entry: Record) -> tuple[int, float]:

@@ -27,6 +27,8 @@ LEAST_ROWS = 20
 # Whatever single launches repeat like, what a decision launches in a step must be known to this.
 MOST_DECIDED_GAP = 0.05
 MOST_REGRET = 0.01
+# Of the sites that have a choice, this share must have been measured whole: a few of them are not the model.
+LEAST_SITES = 0.5
 MOST_SQNR_GAP_DB = 1.0
 MOST_SPEEDUP_GAP = 0.05
 # Of a step that a compiler fuses as it likes.
@@ -119,7 +121,7 @@ def tolerances(
     result.append(_tolerance("decided_gap", label, gap, MOST_DECIDED_GAP, "share", True, found))
     regret = None
     lost: list[str] = []
-    if dispatch and dispatch["policies"]:
+    if dispatch and dispatch["policies"] and dispatch["sites"] >= LEAST_SITES * dispatch["of_sites"]:
         by_name = {row["name"]: row for row in dispatch["policies"]}
         regret = by_name["cross_validated"]["against_best"]
         lost = [f"{by_name['cross_validated']['measured_us'] - by_name['best']['measured_us']:.0f} us a step over the best"]

@@ -134,13 +134,15 @@ def compare(
         shape = SiteShape((("output", m, n, k, 1), ("grad_input", m, k, n, 1), ("grad_weight", n, k, m, 1)))
         predicted = errors.of_site(shape, observed.statistics[name])
         operands = {"output": (x, w), "grad_input": (g, w.t()), "grad_weight": (g.t(), x.t())}
-        for (which, kernel), error in predicted.items():
-            left, right = operands[which]
-            # Of an all-zero operand there is no error to speak of.
-            if kernel not in MEASURABLE or not bool(left.any()) or not bool(right.any()):
-                continue
-            with lock or nullcontext():
-                found = measure(kernel, left, right)
+        with lock or nullcontext():
+            measured = {
+                (which, kernel): measure(kernel, *operands[which])
+                for which, kernel in predicted
+                # Of an all-zero operand there is no error to speak of.
+                if kernel in MEASURABLE and all(bool(operand.any()) for operand in operands[which])
+            }
+        for (which, kernel), found in measured.items():
+            error = predicted[which, kernel]
             if not math.isfinite(found.sqnr_db) or not math.isfinite(found.mere):
                 continue
             rows.append(

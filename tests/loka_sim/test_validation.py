@@ -191,6 +191,10 @@ def test_transpositions_and_the_decided_step_have_tolerances_of_their_own(valida
     by_name = {row["name"]: row for row in document["dispatch"]["policies"]}
     assert unseen["sites"] >= document["dispatch"]["sites"] > 0
     assert unseen["measured_us"] >= 0.999 * by_name["cross_validated"]["measured_us"]
+    # A few sites are not the model.
+    some = {**document["dispatch"], "sites": document["dispatch"]["of_sites"] // 2 - 1}
+    assert found["regret"]["ok"] is not None
+    assert {entry["name"]: entry for entry in judge.tolerances(None, None, some, None)}["regret"]["ok"] is None
     # A few rows say nothing of a 90% interval.
     few = {**document["time"], "summary": [{**row, "n": 9} for row in document["time"]["summary"] if row["set"] == "model"]}
     judged = {entry["name"]: entry for entry in judge.tolerances(None, few, None, None)}

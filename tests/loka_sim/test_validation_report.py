@@ -344,6 +344,22 @@ def test_the_worst_pass_of_a_kernel_stands_for_it():
     assert first == row, "the kernel furthest off stands first"
 
 
+def test_kernels_that_no_tensor_of_the_models_ran_on_share_a_line():
+    document = make_document()
+    names = {entry["kernel"] for entry in document["numerics"]["summary"]}
+    document["numerics"]["sampled"] += [
+        {"kernel": f"torch/other_{number}", "gemms": 1, "outputs": 10, "unequal": number, "bit_equal": 1 - number / 10}
+        for number in range(3)
+    ]
+    before = len(document["numerics"]["sampled"]) - sum(e["kernel"] in names for e in document["numerics"]["sampled"]) - 3
+    text = screen(document)
+    assert f"sampled alone: {3 + before} more kinds of GEMM, all outputs bit-equal in {1 + before} of them" in text
+    assert "other_1" not in text
+    # Where no tensor was measured, they are all there is to show.
+    document["numerics"]["summary"] = []
+    assert "sampled alone" not in screen(document)
+
+
 @pytest.mark.parametrize(
     ("out", "command"),
     [
@@ -398,6 +414,9 @@ def test_amounts_and_limits(entry, value, limit):
     [
         ([tolerance(0.05, 0.08, True, label="a"), tolerance(0.01, 0.08, True, label="b")], True,
          "Within all 2 tolerances; closest: a 5.0%, at most 8.0%"),
+        # What is as good as can be is not close to a miss.
+        ([tolerance(1.0, 1.0, True, label="a"), tolerance(0.01, 0.08, True, label="b")], True,
+         "Within all 2 tolerances; closest: b 1.0%, at most 8.0%"),
         ([tolerance(0.05, 0.08, True, label="a"), tolerance(None, 0.08, None)], True,
          "Within the one tolerance measured; 1 not measured; closest: a 5.0%, at most 8.0%"),
         ([tolerance(0.09, 0.08, False, label="a"), tolerance(0.9, 0.08, False, label="b")], False,
@@ -608,6 +627,16 @@ def test_names_cannot_inject():
     page = Page(text)
     assert page.words.count(" ".join(evil.split())) >= 15
     assert not [attrs for _, attrs in page.attributes if any(key.startswith("on") for key in attrs)]
+
+
+def test_rows_are_named_where_a_tolerance_is_missed_alone():
+    document = make_document()
+    for entry in document["tolerances"]:
+        entry["offenders"] = [f"offender of {entry['label']}"]
+    words = Page(render_validation(document)).words
+    assert {entry["ok"] for entry in document["tolerances"]} >= {True, False}
+    for entry in document["tolerances"]:
+        assert (f"offender of {entry['label']}" in words) == (entry["ok"] is False)
 
 
 def test_two_thousand_measurements_in_time_and_size():
