@@ -85,6 +85,10 @@ def both(x: Matrix, kernel: str) -> tuple[tuple[Matrix, Matrix], tuple[Matrix, M
     scaling = _parts(kernel)[1]
     codes, turned, scales = torch.ops.loka.quantized_both(x, kernel)
     shapes = scales_shape(scaling, rows, columns), scales_shape(scaling, columns, rows)
+    if scaling == "tensorwise":
+        # The same scale twice; cuBLAS refuses the second one's address, which 16 bytes do not divide.
+        scale = scales[:1].view(())
+        return (codes, scale), (turned, scale)
     first = torch.Size(shapes[0]).numel()
     return (codes, scales[:first].view(shapes[0])), (turned, scales[first:].view(shapes[1]))
 

@@ -162,6 +162,17 @@ def test_the_operators_say_what_they_return(scaling, form):
 
 @interpreted
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_scales_of_both_readings_lie_where_cublas_takes_them(scaling):
+    x = drawn(M, K)
+    for reading, source in zip(operators.both(x, f"loka/quantize_{scaling}_dual"), (x, x.t().contiguous()), strict=True):
+        codes, scales = reading
+        wanted = quantize(source, f"e4m3/{scaling}")
+        assert torch.equal(codes.view(torch.uint8), wanted.codes) and torch.equal(scales, wanted.scales)
+        assert scales.storage_offset() * 4 % 16 == 0
+
+
+@interpreted
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_the_products_say_what_they_return(scaling):
     (a, scale_a), (b, scale_b) = (torch.ops.loka.quantized(drawn(n, K), f"loka/quantize_{scaling}") for n in (M, N))
     arguments = (a, b, scale_a, scale_b, f"loka/fp8_{scaling}_split")
