@@ -279,7 +279,7 @@ def _accuracy(accuracy: Accuracy | None) -> dict[str, float | None]:
     """Error figures; a signal that vanishes altogether has no finite ratio in decibel, and JSON no infinity."""
     if accuracy is None:
         return {"mere": None, "sqnr_db": None}
-    return {key: value if math.isfinite(value) else None for key, value in vars(accuracy).items()}
+    return {key: value if math.isfinite(value) else None for key, value in accuracy._asdict().items()}
 
 
 def _three(prefix: str, time: Time) -> dict[str, float]:

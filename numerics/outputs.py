@@ -25,6 +25,8 @@ _SIZES = np.exp2(np.linspace(-12.0, 2.75, 148))
 _MIDDLE = np.sqrt(_SIZES[1:] * _SIZES[:-1])
 _WIDTH = np.diff(_SIZES)
 _POINTS = normal_quantile((np.arange(32) + 0.5) / 32)
+# Nine places among 256, evenly.
+_NINE = np.round(np.linspace(0, 255, 19)).astype(int)[1::2]
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def rows_of(a: TensorStatistics, b: TensorStatistics, outputs: Outputs) -> tuple
         sizes.append(size)
         coupling += shared
     products = np.sort(np.outer(*sizes).reshape(-1))
-    spread = products[np.round(np.linspace(0, 255, 19)).astype(int)[1::2]]
+    spread = products[_NINE]
     spread = spread / math.sqrt(float(np.mean(spread**2)))
     count = float(outputs.k)
     if a.contraction == "features":

@@ -91,14 +91,16 @@ def plan_of(m: int, n: int, k: int, fast: bool = True) -> Plan:
     swapped = m < 64 and m < n
     high, wide = (n, m) if swapped else (m, n)
     steps = _ceil(k, STEP)
-    plans = []
+    least, chosen = float("inf"), (_TILES[0], 1)
     for tile in _TILES:
         tiles = _ceil(high, tile.rows) * _ceil(wide, tile.columns)
-        for wanted in sorted({1} | {min(max(round(programs / tiles), 1), steps) for programs in _PROGRAMS}):
+        for wanted in sorted({1, *(min(round(programs / tiles), steps) for programs in _PROGRAMS if programs > tiles)}):
             parts = _ceil(k, _length(k, wanted))
             time = _estimated_ns(tile, tiles * parts, _ceil(steps, parts), parts, high * wide, fast)
-            plans.append((time, Plan(swapped, tile.rows, tile.columns, parts, tile.stages, tile.warps)))
-    return min(plans, key=lambda plan: plan[0])[1]
+            if time < least:
+                least, chosen = time, (tile, parts)
+    tile, parts = chosen
+    return Plan(swapped, tile.rows, tile.columns, parts, tile.stages, tile.warps)
 
 
 def _estimated_ns(tile: _Tile, programs: int, steps: int, parts: int, outputs: int, fast: bool) -> float:

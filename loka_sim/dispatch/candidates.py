@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from loka_sim.dispatch.operands import TORCH, TRANSPOSE, Launch, Row, Toolbox, Way
+from loka_sim.dispatch.operands import TORCH, TRANSPOSE, Launch, Row, Toolbox, Way, least
 from loka_sim.modelspec import PASSES, Site
 from perfmodel.kernels import KERNELS
 
@@ -69,7 +69,13 @@ class SiteShape:
             stored.add("g")
         return cls(passes, frozenset(stored))
 
-    @property
+    @cached_property
+    def least(self) -> SiteShape:
+        """The smallest site that may run the same kernels, its operands made in the same ways."""
+        passes = ((name, least(m), least(n), least(k), groups) for name, m, n, k, groups in self.passes)
+        return SiteShape(tuple(passes), self.stored_transposed)
+
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the passes."""
         return tuple(entry[0] for entry in self.passes)
@@ -146,7 +152,7 @@ def _unmade(takes: str, turned: bool, height: int, width: int, toolbox: Toolbox)
 
 def legal_fp8(shape: SiteShape, name: str, toolbox: Toolbox = TORCH) -> tuple[str, ...]:
     """FP8 kernels that a pass may run."""
-    return _legal_fp8(shape, name, toolbox.unpriced)
+    return _legal_fp8(shape.least, name, toolbox.unpriced)
 
 
 @cache
@@ -159,6 +165,8 @@ def _read(shape: SiteShape, assignment: Assignment) -> dict[tuple[str, str], dic
     found: dict[tuple[str, str], dict[bool, str]] = {}
     for name, kernel in assignment.items():
         spec = KERNELS[kernel]
+        if not spec.is_fp8:
+            continue
         for (tensor, turned), takes in zip(shape.reads(name), (spec.takes_a, spec.takes_b), strict=True):
             if takes is not None:
                 found.setdefault((tensor, takes), {})[turned] = name
@@ -241,17 +249,28 @@ def shared_tensors(shape: SiteShape, assignment: Assignment, name: str, toolbox:
 
 def possible_rows(shape: SiteShape, toolbox: Toolbox = TORCH) -> set[Row]:
     """Every row that some assignment of legal kernels may launch, bf16 included, by whichever way its operands are made."""
-    found = {Row(kernel, *shape.gemm(name)) for name, kernel in shape.bf16().items()}
+    gemms, makers = _possible(shape.least, toolbox.unpriced)
+    found = {Row(kernel, *shape.gemm(name)) for name, kernel in gemms}
+    for tensor, kernel in makers:
+        height, width = shape.tensor(tensor)
+        found.add(Row(kernel, height, 1, width))
+    return found
+
+
+@cache
+def _possible(shape: SiteShape, toolbox: Toolbox) -> tuple[frozenset[tuple[str, str]], frozenset[tuple[str, str]]]:
+    """(pass, GEMM) and (tensor, kernel that makes a reading of it) of all assignments of legal kernels."""
+    gemms, makers = set(shape.bf16().items()), set[tuple[str, str]]()
     readings: dict[tuple[str, str], set[bool]] = {}
     for name in shape.names:
         (left, left_turned), (right, right_turned) = shape.reads(name)
         for kernel in legal_fp8(shape, name, toolbox):
-            found.add(Row(kernel, *shape.gemm(name)))
+            gemms.add((name, kernel))
             takes_a, takes_b = str(KERNELS[kernel].takes_a), str(KERNELS[kernel].takes_b)
             readings.setdefault((left, takes_a), set()).add(left_turned)
             readings.setdefault((right, takes_b), set()).add(right_turned)
     for (tensor, takes), needed in readings.items():
         for some in {frozenset(needed), *(frozenset({reading}) for reading in needed)}:
             for way in toolbox.ways(takes, some, *shape.tensor(tensor)):
-                found.update(launch.row for launch in way)
-    return found
+                makers.update((tensor, launch.row.kernel) for launch in way)
+    return frozenset(gemms), frozenset(makers)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from loka_sim.dispatch.candidates import Row, SiteShape, illegal, launches, operand_makers, shared_tensors
 from loka_sim.dispatch.cost import Time, Times
@@ -23,8 +24,7 @@ from perfmodel.kernels import KERNELS
 FAST, NOT_WORTH_IT, UNSAFE, ILLEGAL = STATUSES = ("fast", "not_worth_it", "unsafe", "illegal")
 
 
-@dataclass(frozen=True)
-class Accuracy:
+class Accuracy(NamedTuple):
     """Predicted error of one pass under one kernel."""
 
     mere: float
@@ -48,8 +48,7 @@ class Policy:
     min_speedup: float = 1.05
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One kernel that a pass was considered for.
 
     Attributes:

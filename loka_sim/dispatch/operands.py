@@ -6,13 +6,14 @@ both readings, or by one quantizer and a transposition of its 8-bit result.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
 from loka_sim.errors import UserError
-from perfmodel.kernels import KERNELS, SQUARE, KernelSpec
+from perfmodel.kernels import KERNELS, SQUARE
 
 TRANSPOSE = "torch/transpose_e4m3"
 
@@ -44,41 +45,31 @@ Way = tuple[Launch, ...]
 """Launches that together make what is needed of a tensor, each reading once."""
 
 
-@cache
-def _makers(takes: str, made: tuple[bool, ...], quantizers: tuple[str, ...]) -> tuple[KernelSpec, ...]:
-    """Quantizers whose result fits."""
-    specs = (KERNELS[name] for name in quantizers)
-    return tuple(spec for spec in specs if spec.makes == takes and spec.readings == made)
+MULTIPLE = math.lcm(*(size for spec in KERNELS.values() for size in (spec.multiple_m, spec.multiple_n, spec.multiple_k)))
+"""Sizes that leave the same remainder of this are legal alike, whatever the kernel."""
+
+
+def least(size: int) -> int:
+    """The smallest size that is legal wherever this one is."""
+    return (size - 1) % MULTIPLE + 1
 
 
 @cache
-def ways(
+def _ways(
     takes: str, readings: frozenset[bool], height: int, width: int, quantizers: tuple[str, ...], capability: tuple[int, int]
-) -> tuple[Way, ...]:
-    """Every way to make a tensor's quantized readings that the hardware and the sizes allow.
+) -> tuple[tuple[tuple[str, tuple[bool, ...]], ...], ...]:
+    """Kernels and the readings that each makes, for every way that the hardware and the sizes allow."""
 
-    Args:
-        takes: What the GEMMs take that read it (`KernelSpec.takes_a`).
-        readings: Which readings are needed.
-        height: Rows of the tensor as it is stored.
-        width: Its columns.
-        quantizers: Kernels to choose from.
-        capability: CUDA compute capability.
-    """
-
-    def makers(*made: bool) -> list[Launch]:
-        return [
-            Launch(Row(spec.name, height, 1, width), made)
-            for spec in _makers(takes, made, quantizers)
-            if spec.illegal(height, 1, width, capability) is None
-        ]
+    def makers(*made: bool) -> list[tuple[str, tuple[bool, ...]]]:
+        specs = (KERNELS[name] for name in quantizers)
+        fit = (spec for spec in specs if spec.makes == takes and spec.readings == made)
+        return [(spec.name, made) for spec in fit if spec.illegal(height, 1, width, capability) is None]
 
     if len(readings) == 1:
-        return tuple((launch,) for launch in makers(*readings))
+        return tuple((maker,) for maker in makers(*readings))
     # Square blocks of scales turn with the tensor: the second reading is a transposition of 8-bit values.
-    turned = [Launch(Row(TRANSPOSE, height, 1, width), (True,))] if takes in SQUARE else makers(True)
-    both: list[Way] = [(first, second) for first in makers(False) for second in turned]
-    return (*both, *((launch,) for launch in makers(False, True)))
+    turned = [(TRANSPOSE, (True,))] if takes in SQUARE else makers(True)
+    return (*((first, second) for first in makers(False) for second in turned), *((maker,) for maker in makers(False, True)))
 
 
 @dataclass(frozen=True)
@@ -114,8 +105,16 @@ class Toolbox:
         )
 
     def ways(self, takes: str, readings: frozenset[bool], height: int, width: int) -> tuple[Way, ...]:
-        """Every legal way to make a tensor's readings, see `ways`."""
-        return ways(takes, readings, height, width, self.quantizers, self.capability)
+        """Every way to make a tensor's quantized readings that the hardware and the sizes allow.
+
+        Args:
+            takes: What the GEMMs take that read it (`KernelSpec.takes_a`).
+            readings: Which readings are needed.
+            height: Rows of the tensor as it is stored.
+            width: Its columns.
+        """
+        found = _ways(takes, readings, least(height), least(width), self.quantizers, self.capability)
+        return tuple(tuple(Launch(Row(name, height, 1, width), made) for name, made in way) for way in found)
 
     def fastest(self, takes: str, readings: frozenset[bool], height: int, width: int) -> Way:
         """The fastest legal way to make a tensor's readings; the first by name where times tie.

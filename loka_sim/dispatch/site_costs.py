@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from loka_sim.dispatch.candidates import Row, SiteShape, legal_fp8
+from loka_sim.dispatch.candidates import Row, SiteShape, Use, legal_fp8
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.operands import Toolbox
 from perfmodel.kernels import KERNELS
@@ -27,21 +28,119 @@ Place = tuple[int, ...]
 _CHUNKS = (16, 64, 256)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Tensor:
-    """What makes one of x, w, g.
+    """Who reads one of x, w, g, and what is to be made of it.
 
     What kernels take of it is numbered from 1; 0 is a kernel that takes nothing quantized, or a pass left out.
 
     Attributes:
+        name: x, w or g.
         axes: The one or two passes that read it.
         taken: For each of them, what each of its kernels takes, (options + 1,).
-        rows: The rows launched, for each taking of the first pass and each of the second.
+        needs: Quantized readings that are made together: what kernels take, and the readings.
+        made: Which of `needs` serve each taking of the first pass and each of the second.
     """
 
+    name: str
     axes: list[int]
     taken: list[Places]
-    rows: list[list[list[int]]]
+    needs: list[tuple[str, frozenset[bool]]]
+    made: list[list[tuple[int, ...]]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """How often each distinct row of a site is in what its assignments launch; sites differ in it where sizes coincide.
+
+    Attributes:
+        gemms: Per pass, of each kernel's GEMM, and last of no kernel, (options + 1, rows).
+        made: Per tensor, of what makes it, for each taking of its first pass and each of its second, (takings, takings, rows).
+    """
+
+    gemms: list[Array]
+    made: list[Array]
+
+
+Options = tuple[tuple[str, ...], ...]
+"""Per pass the kernels that it may run, by name."""
+
+
+@cache
+def _tensors(options: Options, reads: tuple[tuple[Use, Use], ...]) -> tuple[_Tensor, ...]:
+    """The tensors that some kernel takes quantized."""
+    found = (_tensor(name, options, reads) for name in "xwg")
+    return tuple(tensor for tensor in found if tensor is not None)
+
+
+def _tensor(name: str, options: Options, reads: tuple[tuple[Use, Use], ...]) -> _Tensor | None:
+    axes: list[int] = []
+    turned: list[bool] = []
+    takes: list[list[str | None]] = []
+    for axis, kernels in enumerate(options):
+        for side, use in enumerate(reads[axis]):
+            if use.tensor == name:
+                axes.append(axis)
+                turned.append(use.transposed)
+                takes.append([(KERNELS[kernel].takes_a, KERNELS[kernel].takes_b)[side] for kernel in kernels])
+    kinds = sorted({some for taken in takes for some in taken if some is not None})
+    if not kinds:
+        return None
+    number: dict[str | None, int] = {some: i for i, some in enumerate((None, *kinds))}
+    needs: list[tuple[str, frozenset[bool]]] = []
+
+    def need(some: str, *readings: bool) -> tuple[int, ...]:
+        needs.append((some, frozenset(readings)))
+        return (len(needs) - 1,)
+
+    alone = [
+        [(), *(need(some, reading) if some in taken else () for some in kinds)]
+        for reading, taken in zip(turned, takes, strict=True)
+    ]
+    if len(axes) == 1:
+        alone.append([() for _ in number])
+    made = [[first + second for second in alone[1]] for first in alone[0]]
+    for some in kinds:
+        if len(axes) == 2 and some in takes[0] and some in takes[1]:
+            made[number[some]][number[some]] = need(some, *turned)
+    # A pass that is left out takes nothing.
+    taken = [np.array([*(number[some] for some in each), 0]) for each in takes]
+    return _Tensor(name, axes, taken, needs, made)
+
+
+@lru_cache(maxsize=4096)
+def _layout(
+    tensors: tuple[_Tensor, ...],
+    gemms: tuple[tuple[int, ...], ...],
+    ways: tuple[tuple[tuple[int, ...], ...], ...],
+    width: int,
+) -> _Layout:
+    """Counts of rows, given by number: each pass' GEMMs, and what makes each tensor's needs."""
+
+    def counts(lists: list[tuple[int, ...]]) -> Array:
+        result = np.zeros((len(lists), width))
+        for number, rows in enumerate(lists):
+            for row in rows:
+                result[number, row] += 1
+        return result
+
+    made = []
+    for tensor, launched in zip(tensors, ways, strict=True):
+        lists = [tuple(row for need in needs for row in launched[need]) for line in tensor.made for needs in line]
+        made.append(counts(lists).reshape(len(tensor.made), len(tensor.made), -1))
+    return _Layout([counts([*((row,) for row in rows), ()]) for rows in gemms], made)
+
+
+@cache
+def _conversions(options: Options, bf16: Place) -> tuple[list[npt.NDArray[np.bool_]], Places]:
+    """Which assignments convert each pass, laid along its axis of all assignments; and how many passes each converts."""
+    masks = []
+    for axis, (names, home) in enumerate(zip(options, bf16, strict=True)):
+        along = [1] * len(options)
+        along[axis] = len(names)
+        masks.append((np.arange(len(names)) != home).reshape(along))
+    number: Places = sum(mask.astype(np.int64) for mask in masks)  # type: ignore[assignment]
+    return masks, number
 
 
 class SiteCosts:
@@ -66,69 +165,33 @@ class SiteCosts:
         self.shape, self.min_speedup = shape, min_speedup
         stays = shape.bf16()
         # By name: of equal totals the first place is the one of the least names.
-        self.options = [sorted((stays[name], *legal_fp8(shape, name, toolbox))) for name in shape.names]
+        self.options: Options = tuple(tuple(sorted((stays[name], *legal_fp8(shape, name, toolbox)))) for name in shape.names)
         self.bf16: Place = tuple(names.index(stays[name]) for names, name in zip(self.options, shape.names, strict=True))
-        self._index: dict[Row, int] = {}
-        gemms = [
-            [self._row(Row(k, *shape.gemm(name))) for k in names] for names, name in zip(self.options, shape.names, strict=True)
-        ]
-        self._tensors = [found for tensor in "xwg" if (found := self._tensor(tensor, toolbox))]
-        columns = np.array([times.of[row] for row in self._index])
+        index: dict[Row, int] = {}
+
+        def number(row: Row) -> int:
+            return index.setdefault(row, len(index))
+
+        gemms = tuple(
+            tuple(number(Row(kernel, *shape.gemm(name))) for kernel in names)
+            for names, name in zip(self.options, shape.names, strict=True)
+        )
+        self._tensors = _tensors(self.options, tuple(shape.reads(name) for name in shape.names))
+        ways = tuple(
+            tuple(
+                tuple(number(launch.row) for launch in toolbox.fastest(takes, readings, *shape.tensor(tensor.name)))
+                for takes, readings in tensor.needs
+            )
+            for tensor in self._tensors
+        )
+        layout = _layout(self._tensors, gemms, ways, len(index))
+        self._gemms, self._made = layout.gemms, layout.made
+        columns = np.array([times.of[row] for row in index])
         self._us, self._below, self._above = columns[:, 0], columns[:, 0] - columns[:, 1], columns[:, 2] - columns[:, 0]
-        self._gemms = [self._counts([*([row] for row in rows), []]) for rows in gemms]
-        self._made = [
-            self._counts([row for line in t.rows for row in line]).reshape(len(t.rows), len(t.rows), -1) for t in self._tensors
-        ]
         self.totals = self._totals()
         self._order = self._gaining()
         # Whether their gains are sure: -1 where nobody asked yet.
         self._sure = np.full(len(self._order), -1, dtype=np.int8)
-
-    def _row(self, row: Row) -> int:
-        return self._index.setdefault(row, len(self._index))
-
-    def _counts(self, lists: Sequence[Sequence[int]]) -> Array:
-        """How often each of the site's rows is in each list, (lists, rows)."""
-        result = np.zeros((len(lists), len(self._index)))
-        for number, rows in enumerate(lists):
-            for row in rows:
-                result[number, row] += 1
-        return result
-
-    def _tensor(self, tensor: str, toolbox: Toolbox) -> _Tensor | None:
-        """Who reads a tensor, and what is launched for each pair of what they take; None where nobody takes it quantized."""
-        axes: list[int] = []
-        turned: list[bool] = []
-        takes: list[list[str | None]] = []
-        for axis, name in enumerate(self.shape.names):
-            for side, use in enumerate(self.shape.reads(name)):
-                if use.tensor == tensor:
-                    specs = [KERNELS[kernel] for kernel in self.options[axis]]
-                    axes.append(axis)
-                    turned.append(use.transposed)
-                    takes.append([(spec.takes_a, spec.takes_b)[side] for spec in specs])
-        kinds = sorted({some for taken in takes for some in taken if some is not None})
-        if not kinds:
-            return None
-        number: dict[str | None, int] = {some: i for i, some in enumerate((None, *kinds))}
-        size = self.shape.tensor(tensor)
-
-        def made(some: str, *readings: bool) -> list[int]:
-            return [self._row(launch.row) for launch in toolbox.fastest(some, frozenset(readings), *size)]
-
-        alone = [
-            [[], *(made(some, reading) if some in taken else [] for some in kinds)]
-            for reading, taken in zip(turned, takes, strict=True)
-        ]
-        if len(axes) == 1:
-            alone.append([[] for _ in number])
-        rows = [[first + second for second in alone[1]] for first in alone[0]]
-        for some in kinds:
-            if len(axes) == 2 and some in takes[0] and some in takes[1]:
-                rows[number[some]][number[some]] = made(some, *turned)
-        # A pass that is left out takes nothing.
-        taken = [np.array([*(number[some] for some in each), 0]) for each in takes]
-        return _Tensor(axes, taken, rows)
 
     def _along(self, values: npt.NDArray[Any], *axes: int) -> npt.NDArray[Any]:
         """Values of one or two passes, laid along their axes of `totals`."""
@@ -172,19 +235,16 @@ class SiteCosts:
 
     def _gaining(self) -> Places:
         """Assignments faster than bf16 that gain enough as a whole and by each pass, the fastest first, (assignments, passes)."""
-        saved: Array = np.zeros(self.totals.shape)
-        number = np.zeros(self.totals.shape)
-        converts = []
-        for axis, names in enumerate(self.options):
-            converted = self._along(np.arange(len(names)) != self.bf16[axis], axis)
-            converts.append(converted)
-            saved, number = saved + self._bf16_us(axis) * converted, number + converted
+        converted, number = _conversions(self.options, self.bf16)
+        bf16_us = [self._bf16_us(axis) for axis in range(len(self.options))]
+        saved = np.zeros(self.totals.shape)
+        for one, mask in zip(bf16_us, converted, strict=True):
+            saved += one * mask
         bf16 = self.totals[self.bf16]
         gain = (self.totals < bf16) & (saved >= self.min_speedup * (self.totals - bf16 + saved)) & (number > 0)
-        for axis, converted in enumerate(converts):
-            back = np.take(self.totals, [self.bf16[axis]], axis=axis)
-            one = self._bf16_us(axis)
-            gain &= ~converted | (number == 1) | (one >= self.min_speedup * (self.totals - back + one))
+        for axis, (one, mask) in enumerate(zip(bf16_us, converted, strict=True)):
+            back = self.totals.take([self.bf16[axis]], axis=axis)
+            gain &= ~mask | (number == 1) | (one >= self.min_speedup * (self.totals - back + one))
         flat = np.flatnonzero(gain)
         ordered = flat[np.argsort(self.totals.ravel()[flat], kind="stable")]
         return np.stack(np.unravel_index(ordered, self.totals.shape), axis=1).astype(np.int64)

@@ -27,7 +27,7 @@ from loka_sim.dispatch.candidates import (
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.decide import flat
 from loka_sim.dispatch.export import export_with_notes
-from loka_sim.dispatch.operands import LIBRARIES, Toolbox, parse_libraries, ways
+from loka_sim.dispatch.operands import LIBRARIES, Toolbox, parse_libraries
 from loka_sim.dispatch.site_costs import SiteCosts
 from loka_sim.errors import DataError, UserError
 from loka_sim.run_folder import save_run
@@ -259,7 +259,7 @@ def test_a_kernel_of_both_readings_stands_under_the_pass_that_runs_first():
 
 
 def test_scales_that_lie_otherwise_do_not_fit():
-    found = ways(BY_COLUMNS, frozenset({False}), 256, 256, SEVERAL.quantizers, (9, 0))
+    found = SEVERAL.ways(BY_COLUMNS, frozenset({False}), 256, 256)
     assert {launch.row.kernel for way in found for launch in way} == {"torch/quantize_block1x128"}
     shape = SiteShape((("output", 256, 256, 256, 1),))
     reason = illegal(shape, "output", "deepgemm/fp8_block128", Toolbox.of(("loka", "deepgemm")))
