@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
@@ -35,8 +36,8 @@ SAMPLE_MS = 100.0
 Table = dict[str, Any]
 
 
-def tables_of(model: str, batch: int, libraries: str) -> tuple[dict[str, Table | None], dict[str, Any]]:
-    """The dispatch tables of the variants, and what is predicted for each: milliseconds with their 90% interval."""
+def tables_of(model: str, batch: int, libraries: str) -> tuple[dict[str, Table], dict[str, Any]]:
+    """The decisions' dispatch tables, and what is predicted for each and for bf16: milliseconds with their 90% interval."""
     from whole_step import predicted
 
     import loka_sim
@@ -45,7 +46,7 @@ def tables_of(model: str, batch: int, libraries: str) -> tuple[dict[str, Table |
     from loka_sim.whole_step import by_kind, others, table_gradient
     from perfmodel import fused
 
-    tables: dict[str, Table | None] = {"bf16": None}
+    tables: dict[str, Table] = {}
     expected: dict[str, Any] = {}
     for label, some in (("torch", "torch"), ("all", libraries)):
         answer = loka_sim.whatif(model, batch=batch, libraries=some)
@@ -112,7 +113,9 @@ def sample(call: Callable[[], None]) -> float:
     return timed(max(2, round(SAMPLE_MS / max(timed(1), 1e-3))))
 
 
-def serve(pipe: Connection, model: str, batch: int, variant: str, table: Table | None, lock: str, graphs: bool) -> None:
+def serve(
+    pipe: Connection, model: str, batch: int, variant: str, table: Table | None, lock: str, threads: int, graphs: bool
+) -> None:
     """Compile one variant, say so, and time it whenever asked."""
     warnings.filterwarnings("ignore")
     try:
@@ -126,7 +129,7 @@ def serve(pipe: Connection, model: str, batch: int, variant: str, table: Table |
         from loka_sim.validation.step_time import as_it_is, converted_by_table
 
         torch._dynamo.config.recompile_limit = 512
-        torch._inductor.config.compile_threads = 2
+        torch._inductor.config.compile_threads = threads
         made = runnable(model, batch, ())
         assert made is not None, f"{model} is no model that can be run"
         if table is None:
@@ -174,12 +177,14 @@ class Variant:
         samples: Milliseconds, by kind.
     """
 
-    def __init__(self, model: str, batch: int, name: str, table: Table | None, lock: str, graphs: bool) -> None:
+    def __init__(self, *, model: str, batch: int, name: str, table: Table | None, lock: str, threads: int, graphs: bool) -> None:
         """Starts to compile."""
         context = multiprocessing.get_context("spawn")
         self.name, self.state, self.samples = name, dict[str, Any](), dict[str, list[float]]()
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, model, batch, name, table, lock, graphs), daemon=True)
+        self._process = context.Process(
+            target=serve, args=(theirs, model, batch, name, table, lock, threads, graphs), daemon=True
+        )
         self._process.start()
         theirs.close()
 
@@ -273,12 +278,14 @@ def main() -> int:
 
     with tempfile.NamedTemporaryFile() as lock:
         running: list[tuple[str, list[Variant], dict[str, Any]]] = []
+        threads = max(2, len(os.sched_getaffinity(0)) // (3 * len(options.models)))
+        start = partial(Variant, batch=options.batch, lock=lock.name, threads=threads, graphs=options.graphs)
+        plain = {model: start(model=model, name="bf16", table=None) for model in options.models}
         for model in options.models:
             tables, expected = tables_of(model, options.batch, options.libraries)
             if not options.control:
                 tables.pop(CONTROL, None)
-            starts = (options.batch, lock.name, options.graphs)
-            variants = [Variant(model, starts[0], name, table, *starts[1:]) for name, table in tables.items()]
+            variants = [plain[model], *(start(model=model, name=name, table=table) for name, table in tables.items())]
             running.append((model, variants, expected))
             if options.tables:
                 options.tables.mkdir(parents=True, exist_ok=True)
