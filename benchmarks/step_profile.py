@@ -2,6 +2,7 @@
 
     python benchmarks/step_profile.py wukong-production --batch 2048 --out profiles
     python benchmarks/step_profile.py dlrm --variant filter_tensorwise
+    python benchmarks/step_profile.py benchmarks.other_widths:dlrm
 
 Forward and backward of the model as `loka-sim validate` runs it (bf16, tables cut to 10,000 rows), the step timed as it
 is called and as one CUDA graph, then profiled. Writes `MODEL-BATCH-VARIANT.json`: step times, a row per kernel name
@@ -100,30 +101,43 @@ def profiled(step: Callable[[], None], kernels: dict[str, Kernel]) -> dict[str, 
     }
 
 
+def wait(file: Path) -> None:
+    """Say that the step is compiled, and sleep until it may run: the GPU is for one process at a time."""
+    torch.cuda.empty_cache()
+    file.touch()
+    while file.exists():
+        time.sleep(0.05)
+
+
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model")
+    parser.add_argument("model", help="zoo model, or package.module:function, which has a batch of its own")
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--variant", default="bf16", help="bf16, naive_tensorwise, filter_tensorwise, ... (needs torchao)")
     parser.add_argument("--table", type=Path, help="dispatch table, for `--variant decision` (needs torchao)")
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--no-profile", action="store_true", help="times of the step alone")
     parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--wait", type=Path, metavar="FILE", help="write FILE when compiled, and measure when it is gone")
     options = parser.parse_args()
     torch._dynamo.config.recompile_limit = 512
     model = runnable(options.model, options.batch, ())
-    assert model is not None and model.zoo is not None, "a zoo model"
+    assert model is not None, "a zoo model or a function"
+    name = model.zoo or options.model
+    batch = int(model.inputs()[0].shape[0])
     convert = converter(options.variant, options.table)
     started = time.monotonic()
     with recorded() as kernels:
         torch._dynamo.reset()
         step = step_of(model, convert)
     compiled_in = time.monotonic() - started
+    if options.wait:
+        wait(options.wait)
     result: dict[str, Any] = {
         "schema_version": 1,
-        "model": model.zoo,
-        "batch": options.batch,
+        "model": name,
+        "batch": batch,
         "variant": options.variant,
         "command": shlex.join(["python", "benchmarks/step_profile.py", *sys.argv[1:]]),
         "machine": fingerprint(),
@@ -137,7 +151,7 @@ def main() -> int:
     except RuntimeError as error:
         result["graph_ms"], result["graph_problem"] = None, str(error).splitlines()[0]
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"{model.zoo}-{options.batch}-{options.variant}.json"
+    path = options.out / f"{name.replace(':', '-')}-{batch}-{options.variant}.json"
     path.write_text(json.dumps(result))
     print(f"{path.stem}: step {result['step_ms']:.3f} ms, as a graph {result['graph_ms']} ms, compiled in {compiled_in:.0f} s")
     print(json.dumps(result.get("by_kind_us", {})))

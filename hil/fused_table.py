@@ -17,7 +17,7 @@ from hil.fused_families import CUBES, MATRICES
 from hil.quantized_families import SIZES
 from perfmodel.fused import instructions_of
 
-
+KEPT = ("command", "measured", "machine", "left_out")  # of a run, in a table's sidecar
 SECTOR_BYTES = 32  # what a GPU fetches at least
 
 
@@ -116,15 +116,22 @@ def _both(kept: int, reduced: int) -> bool:
 
 
 def main() -> int:
-    """Command line: files that `python -m hil.fused compiled` wrote, into one table."""
+    """Command line: files that `python -m hil.fused compiled` wrote, into one table or onto one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--add", action="store_true", help="keep the rows that --out has; its sidecar names the new runs, too")
     options = parser.parse_args()
-    rows = [row for file in options.files for row in json.loads(file.read_text())["rows"]]
-    table = tabulated(rows)
+    runs = [json.loads(file.read_text()) for file in options.files]
+    table = tabulated([row for run in runs for row in run["rows"]])
+    if options.add:
+        table = pandas.concat([pandas.read_parquet(options.out), table], ignore_index=True).drop_duplicates()
+        sidecar = options.out.with_suffix(".json")
+        about = json.loads(sidecar.read_text())
+        about["runs"] += [{**{k: run[k] for k in KEPT}, "rows": len(run["rows"])} for run in runs]
+        sidecar.write_text(json.dumps(about, indent=1) + "\n")
     table.to_parquet(options.out, index=False)
-    print(f"{options.out}: {len(table)} kernels of {len(rows)} measured")
+    print(f"{options.out}: {len(table)} kernels")
     return 0
 
 

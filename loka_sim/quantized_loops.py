@@ -182,7 +182,8 @@ class _Quantized:
                 (made[scale],) = loop.writes
         turned = {at: replace(read, turned=ACROSS) if how.turned and read.whole else read for at, read in reads.items()}
         made[key] = self._buffer(elements)
-        sources = {**turned, (made[scale], ""): Access(self.sizes[made[scale]], False)}
+        along = how.scaling != "tensorwise" and not across  # a scale for what lies side by side: there when its turn comes
+        sources = {**turned, (made[scale], ""): Access(self.sizes[made[scale]], along)}
         yield Scheduled(
             "cast", "pointwise", (elements, 1), sources, {made[key]: elements}, operators=operators | CAST, backward=gemm.backward
         )

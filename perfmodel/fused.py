@@ -77,6 +77,7 @@ def features(rows: pd.DataFrame, hardware: HardwareSpec) -> tuple[list[str], Arr
         "unordered_share": unordered / moved,
         "l2_share": np.log2(moved / hardware.l2_bytes),
         "uneven": rows["uneven"].to_numpy(dtype=np.float64),
+        "log2_computing": np.log2(_computing_us(rows, hardware) * hardware.copy_bandwidth_tbs * 1e6 / moved + 1e-3),
         **{name: (kind == name).astype(np.float64) for name in KINDS},
     }
     return list(columns), np.stack(list(columns.values()), axis=1)
