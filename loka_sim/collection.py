@@ -1,6 +1,6 @@
 """`loka-sim collect --gpu`: a GPU's own times, from nothing, for a GPU that the package has no data of.
 
-torch's GEMMs and memory-bound kernels are measured side by side. Where there is time to fit a model of this GPU's own, very
+torch's GEMMs are measured, then memory-bound kernels. Where there is time to fit a model of this GPU's own, very
 many quick launches of the GEMMs follow, which show where the library changes its kernel, and then other libraries' kernels; on
 a host of several GPUs collectives come last. The result is that model where every kernel was measured often enough, and the
 shipped model of a related GPU, corrected by what was measured, where not or where that predicts better. Each part goes on where

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 REQUEST = "request.json"
 TITLES = {
-    "sampled": "numerics, sampled", "tensors": "numerics, the model's tensors",
+    "times_gemms": "times of the model's GEMMs", "sampled": "numerics, sampled", "tensors": "numerics, the model's tensors",
     "times_first": "times of the model's shapes, first half", "times_second": "times of the model's shapes, second half",
     "times_fresh": "times of fresh shapes", "step": "the whole model's step",
 }  # fmt: skip
@@ -69,9 +69,12 @@ class Validation:
         self._claim(machine)
         model = self._runnable()
         observed = _Later(lambda: self._observe(model)) if model and not self._left("tensors") else None
-        stepper = self._stepper() if model and not self._left("step") else None
+        stepper = None
         try:
             with self._sweeps() as sweeps:
+                # Before any other process uses the GPU: see `measuring.Sweeps`.
+                self._stage("times_gemms", lambda s: self._gemms(sweeps, s))
+                stepper = self._stepper() if model and not self._left("step") else None
                 # They compile while the numerics are measured, and take turns with them on the GPU.
                 asked = None if self._left("times_first") else self._ask(sweeps)
                 sampled = self._stage("sampled", self._sampled)
@@ -159,7 +162,7 @@ class Validation:
         return Stepper(request.model, request.batch, request.mods, self.folder / "step", seconds, lock, _table(self.before))
 
     def _sweeps(self) -> AbstractContextManager[Any]:
-        if all(self._left(f"times_{part}") for part in ("first", "second", "fresh")):
+        if all(self._left(f"times_{part}") for part in ("gemms", "first", "second", "fresh")):
             return nullcontext()
         return measuring.Sweeps(self.timings, self._known())
 
@@ -217,13 +220,22 @@ class Validation:
         note = tensors["note"] if tensors else "none of the model's own tensors"
         return {"sampled": sampled or [], "tensors": rows, "summary": summary(rows), "note": note}
 
+    def _gemms(self, sweeps: measuring.Sweeps, seconds: float) -> dict[str, Any]:
+        """Measure the model's GEMMs."""
+        from loka_sim.validation.plan import measured_rows, model_work
+
+        work = model_work(self.before, self._known())
+        sweeps.measure("model", {"gemm": work.wanted["gemm"]}, seconds)
+        rows = measured_rows(measuring.timings(self.timings))
+        return {"note": f"{len(rows)} times of {len({row[1:] for row in rows})} shapes"}
+
     def _ask(self, sweeps: measuring.Sweeps) -> Callable[[], dict[str, Any]]:
-        """Have the model's shapes measured from now on; what waits until the first half's time is over, and tells of it."""
+        """Have the rest of the model's shapes measured from now on; what waits until the first half's time is over, and tells."""
         from loka_sim.validation.plan import measured_rows, model_work
 
         before = measured_rows(measuring.timings(self.timings))
         work = model_work(self.before, self._known())
-        wait = sweeps.ask("model", work.wanted, self.budget.until("times_first"))
+        wait = sweeps.ask("model", {"memory": work.wanted["memory"]}, self.budget.until("times_first"))
 
         def told() -> dict[str, Any]:
             wait()

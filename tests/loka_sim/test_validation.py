@@ -37,7 +37,7 @@ class MadeUp:
     """A machine whose kernels take the shipped model's times, slower by kind, with noise of 1%; counts what it is asked."""
 
     def __init__(self, stop_at=None, shapes=25):
-        self.asked, self.stop_at, self.shapes = [], stop_at, shapes
+        self.asked, self.families, self.stop_at, self.shapes = [], [], stop_at, shapes
 
     def __call__(self, folder, kernels=None):
         self.folder = folder
@@ -58,6 +58,7 @@ class MadeUp:
         from hil.collect import FAMILIES, legal_runners
 
         self.asked.append(name)
+        self.families.append(set(wanted))
         if len(self.asked) == self.stop_at:
             raise KeyboardInterrupt
         assert seconds > 0
@@ -128,8 +129,9 @@ def test_the_document_is_whole_and_fits_its_schema(validated):
     assert problem(document, "validation") is None
     assert json.loads((folder / "validation.json").read_text()) == json.loads(json.dumps(document))
     assert document["step"] is None and document["numerics"]["tensors"] == []
-    # The model's shapes are measured from the beginning, beside the numerics.
-    assert machine.asked == ["model", "sampled", "model", "fresh"]
+    # GEMMs alone, the other kernels beside the numerics, then what is left.
+    assert machine.asked == ["model", "model", "sampled", "model", "fresh"]
+    assert machine.families == [{"gemm"}, {"memory"}, {"gemm", "memory"}, {"gemm", "memory"}]
     assert (folder / "report.html").read_text().startswith("<!")
     assert loka_sim.load_table(folder)["model"]["batch"] == 512
 
@@ -266,7 +268,7 @@ def test_a_model_that_can_be_run_gives_tensors_and_a_step(tmp_path, monkeypatch)
     machine = on(MadeUp(), monkeypatch)
     document = loka_sim.validate("dlrm-small", out=tmp_path / "run", minutes=2)
     assert problem(document, "validation") is None
-    assert machine.asked == ["model", "sampled", "fresh"]
+    assert machine.asked == ["model", "model", "sampled", "fresh"]
     steps = MadeUpSteps.started.pop()
     assert steps.asked == ["dlrm-small", 512, pytest.approx(120, abs=20), "no decision", "stopped"]
     assert {row["site"] for row in document["numerics"]["tensors"]} >= {"bottom.1", "top.1", "predict"}
@@ -284,9 +286,9 @@ def test_a_validation_without_time_says_what_it_cut(spec_file, tmp_path, monkeyp
     with monkeypatch.context() as hurried:
         # Numerics take nearly all of it; then there is the first half's least, and too little to be kept for the writing.
         late = {10.0: 17.0, 4.0: 5.0}
-        hurried.setattr(Budget, "left", lambda self: 90.0 if len(machine.asked) < 2 else late[self.reserve_s])
+        hurried.setattr(Budget, "left", lambda self: 90.0 if len(machine.asked) < 3 else late[self.reserve_s])
         document = loka_sim.validate(spec_file, out=tmp_path / "run", batch=512, minutes=1.5)
-    assert machine.asked == ["model", "sampled"]
+    assert machine.asked == ["model", "model", "sampled"]
     cut = [stage["name"] for stage in document["stages"] if not stage["complete"]]
     assert cut == ["times of the model's shapes, second half", "times of fresh shapes"]
     assert {row["set"] for row in document["time"]["summary"]} == {"model"}
@@ -298,13 +300,13 @@ def test_a_validation_without_time_says_what_it_cut(spec_file, tmp_path, monkeyp
 
 def test_killed_in_the_middle_it_goes_on_where_it_was(validated, spec_file, tmp_path, monkeypatch):
     folder = tmp_path / "killed"
-    first = on(MadeUp(stop_at=3), monkeypatch)
+    first = on(MadeUp(stop_at=4), monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         loka_sim.validate(spec_file, out=folder, batch=512, minutes=2)
     assert not (folder / "validation.json").exists()
     second = on(MadeUp(), monkeypatch)
     loka_sim.validate(spec_file, out=folder, batch=512, minutes=2)
-    assert first.asked == ["model", "sampled", "model"] and second.asked == ["model", "fresh"]
+    assert first.asked == ["model", "model", "sampled", "model"] and second.asked == ["model", "fresh"]
     third = on(MadeUp(), monkeypatch)
     document = loka_sim.validate(spec_file, out=folder, batch=512, minutes=2)
     assert third.asked == []
