@@ -16,20 +16,15 @@ import numpy as np
 from loka_sim.dispatch.cost import Time
 from loka_sim.modelspec import Dim, Fused, ModelSpec, Table
 from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE, Piece
+from perfmodel.optimizers import OPTIMIZERS, UNCERTAINTY, step_us
 
 if TYPE_CHECKING:
     from perfmodel.fused import FusedModel
     from perfmodel.hardware import HardwareSpec
 
-# Bytes read and written per parameter, bf16 parameters and gradients, state in bf16 too; and of a row's state.
-OPTIMIZERS = {"adamw": (8, 6, 8), "sgd": (4, 2, 0), "sgd_momentum": (6, 4, 4), "adagrad": (6, 4, 4)}
-
-# Of the copy bandwidth, what fused AdamW and SGD reached over 268 and 537 million parameters (middle, most, least):
-# `python -m hil.fused eager` on an H200 that had other work beside, data/h200/eager_ops.json.
-OPTIMIZER_SHARE = (0.45, 0.65, 0.35)
-
-# An eager call of a GEMM that takes the GPU less than 4 us: median of 294 rows of gemm.parquet (eager_us), H200's host.
-CALL_US = 13.6
+# A compiled forward and backward without a CUDA graph, on an H200's host: what one takes, and each kernel that it launches.
+# A line through four networks of 48 to 232 launches (`python -m hil.fused eager`, step_compiled in data/h200/eager_ops.json).
+STEP_CALL_US, CALL_US = 1355.0, 19.6
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,7 @@ def table_gradient(tables: Iterable[Table], rows: int) -> list[Fused]:
 
 def table_update(tables: Iterable[Table], batch: int, optimizer: str) -> list[Fused]:
     """Rows that a step looked up, updated in place with their optimizer's state, as a fused embedding library does."""
-    _, _, state = OPTIMIZERS[optimizer]
+    state = OPTIMIZERS[optimizer].state_bytes
     found = []
     for table in tables:
         elements = min(table.rows, round(table.lookups * batch)) * table.dim
@@ -102,14 +97,32 @@ def table_update(tables: Iterable[Table], batch: int, optimizer: str) -> list[Fu
     return found
 
 
-def optimizer_step(parameters: int, optimizer: str, hardware: HardwareSpec) -> list[Other]:
-    """One pass over parameters, gradients and state, by torch's fused kernels over lists of tensors."""
+def dense_tensors(spec: ModelSpec) -> list[int]:
+    """Elements of each trainable parameter beside tables: weights and biases of the sites, and the rest as one."""
+    sizes: list[int] = []
+    seen: set[str] = set()
+    for site in spec.sites:
+        if site.weight is not None and site.weight not in seen:
+            seen.add(site.weight)
+            _, n, k = site.passes["output"].shape(1)
+            sizes += [n * k, *([n] if site.bias else [])]
+    rest = spec.dense_parameters - sum(sizes)
+    # A shared or frozen weight may be counted that is no parameter: what there is bounds the sum.
+    return [*sizes, rest] if rest > 0 else sizes if not rest else [spec.dense_parameters]
+
+
+def optimizer_step(sizes: Sequence[int], optimizer: str, hardware: HardwareSpec) -> list[Other]:
+    """One step over parameters of so many elements, by torch's fused kernels over lists of tensors."""
+    from perfmodel import hardware as hardware_module
+
+    parameters = sum(sizes)
     if not parameters:
         return []
-    read, written, _ = OPTIMIZERS[optimizer]
-    moved = (read + written) * parameters
-    times = Time(*(moved / (share * hardware.copy_bandwidth_tbs * 1e6) for share in OPTIMIZER_SHARE))
-    return [Other(OPTIMIZER, "optimizer", optimizer, moved, 1, times, True)]
+    kind = OPTIMIZERS[optimizer]
+    faster = hardware.copy_bandwidth_tbs / hardware_module.load("h200").copy_bandwidth_tbs
+    us = step_us(sizes, optimizer) / faster
+    moved = (kind.read_bytes + kind.written_bytes) * parameters
+    return [Other(OPTIMIZER, "optimizer", optimizer, moved, 1, Time(us, us / (1 + UNCERTAINTY), us * (1 + UNCERTAINTY)), True)]
 
 
 def others(kernels: Sequence[Fused], batch: int, model: FusedModel) -> list[Other]:
@@ -163,7 +176,7 @@ def of_step(
     Args:
         spec: The model, at the batch asked for.
         hardware: The GPU; without any timings of memory-bound kernels nothing is known either.
-        optimizer: Of the dense parameters and of the tables' rows: a key of `OPTIMIZERS`.
+        optimizer: Of the dense parameters and of the tables' rows: a key of `perfmodel.optimizers.OPTIMIZERS`.
         kernels: Of the forward and backward; None for the specification's, in bf16.
     """
     from perfmodel import fused
@@ -183,9 +196,9 @@ def of_step(
     every = [*(spec.fused if kernels is None else kernels), *table_update(spec.tables, spec.batch, optimizer)]
     adds = any(kernel.kind == "scatter" for kernel in spec.fused)
     found = [*others(every, spec.batch, model), *(conflicts(spec.tables, spec.batch) if adds else [])]
-    return (*found, *optimizer_step(spec.dense_parameters, optimizer, hardware))
+    return (*found, *optimizer_step(dense_tensors(spec), optimizer, hardware))
 
 
 def called_us(found: Iterable[Other], gemms: int) -> float:
     """What a host takes to launch a step's forward and backward kernel by kernel, without a CUDA graph, in microseconds."""
-    return CALL_US * (gemms + sum(other.count for other in found if other.phase in (FORWARD, BACKWARD)))
+    return STEP_CALL_US + CALL_US * (gemms + sum(other.count for other in found if other.phase in (FORWARD, BACKWARD)))

@@ -11,10 +11,19 @@ import pytest
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.operands import Row
 from loka_sim.dispatch.steps import speedup, whole
-from loka_sim.modelspec import Table
+from loka_sim.modelspec import Table, load
 from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE
 from loka_sim.whatif import whatif
-from loka_sim.whole_step import CONFLICT_US, by_kind, conflicts, of_step, optimizer_step, table_gradient, table_update
+from loka_sim.whole_step import (
+    CONFLICT_US,
+    by_kind,
+    conflicts,
+    dense_tensors,
+    of_step,
+    optimizer_step,
+    table_gradient,
+    table_update,
+)
 from perfmodel import hardware
 from perfmodel.data_folder import data_folder
 from perfmodel.kernels import KERNELS
@@ -48,10 +57,19 @@ def test_adds_to_the_same_row_wait_for_each_other():
 
 
 def test_the_optimizer_reads_and_writes_parameters_and_state():
-    (adamw,) = optimizer_step(10**9, "adamw", H200)
+    (adamw,) = optimizer_step([10**9], "adamw", H200)
     assert (adamw.phase, adamw.moved_bytes) == (OPTIMIZER, 14 * 10**9)
-    assert adamw.time.us == pytest.approx(14e9 / (0.45 * H200.copy_bandwidth_tbs * 1e6))
-    assert optimizer_step(0, "adamw", H200) == []
+    assert adamw.time.us == pytest.approx(14e9 / 2.8e6, rel=0.02)
+    assert optimizer_step([], "adamw", H200) == []
+    (twice,) = optimizer_step([10**9], "adamw", replace(H200, copy_bandwidth_tbs=2 * H200.copy_bandwidth_tbs))
+    assert twice.time.us == pytest.approx(adamw.time.us / 2)
+
+
+def test_the_parameters_are_those_of_the_layers():
+    spec = load(data_folder() / "specs" / "dlrm-small.json")
+    sizes = dense_tensors(spec)
+    assert sum(sizes) == spec.dense_parameters
+    assert {13 * 64, 64} < set(sizes)  # the first layer and its bias
 
 
 def test_a_whole_step_is_its_gemms_and_the_rest(answer):
