@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from loka_sim.dispatch.candidates import launches
 from loka_sim.dispatch.decide import flat
 from loka_sim.dispatch.operands import DEFAULT_LIBRARIES
+from loka_sim.dispatch.steps import torch_makes
 from loka_sim.step_document import in_words
-from loka_sim.whole_step import called_us
+from loka_sim.whole_step import by_kind, called_us
 from perfmodel.kernels import KERNELS
 
 if TYPE_CHECKING:
@@ -26,8 +27,23 @@ def statements(answer: WhatIf) -> list[Statement]:
     found += _step(answer)
     if answer.settings.calibration is not None:
         found.append(("note", f"Times and errors as the calibration {answer.settings.calibration} corrects them."))
-    found.append(("note", "Quantization runs as kernels of its own, not fused into the norm or activation before it."))
+    found.append(("note", _quantization(answer)))
     return sorted(found, key=lambda statement: statement[0] != "warning")
+
+
+def _quantization(answer: WhatIf) -> str:
+    """Where quantization is a kernel of its own, and where it is fused."""
+    apart = "Quantization counts as kernels of its own, not fused into the norm or activation before it"
+    fused = answer.converted
+    if fused is None:
+        return f"{apart}."
+    rows = [row for s in answer.sites if s.site.name in fused.sites for entry in s.passes.values() for row in entry.rows]
+    alone = answer.times.sum(row for row in rows if torch_makes(row))
+    more, bf16 = (sum(time.us for time in kinds.values()) for kinds in (fused.by_kind, by_kind(answer.others)))
+    return (
+        f"{apart}, where kernels are chosen and in the dense step. The whole step has that of {len(fused.sites)} sites as "
+        f"torch.compile fuses it: it adds {more - bf16:,.0f} us there, where its own kernels take {alone:,.0f} us."
+    )
 
 
 def _statistics(answer: WhatIf) -> Iterable[Statement]:
@@ -110,7 +126,8 @@ def _step(answer: WhatIf) -> Iterable[Statement]:
         yield "note", (f"{dense} Whole: every kernel of the compiled forward and backward as one CUDA graph, in bf16 but for "
                        "what FP8 takes; tables' rows updated in place; update with AdamW in bf16.")  # fmt: skip
         gemms = sum(len(site.passes) for site in answer.sites)
-        whole, called = answer.decision.whole, called_us(answer.others, gemms)
+        launched = answer.others if answer.converted is None else answer.converted.others
+        whole, called = answer.decision.whole, called_us(launched, gemms)
         if whole is not None and called > whole.us:
             yield "warning", (f"Without a CUDA graph the host is the bound: it launches the step's kernels in some {called:,.0f} "
                               "us, the GPU runs them in less, and no kernel's gain is seen.")  # fmt: skip

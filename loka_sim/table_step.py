@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loka_sim.calibration import load as load_calibration
-from loka_sim.dispatch.candidates import Row, illegal, launches, launches_said
+from loka_sim.dispatch.candidates import Row, illegal, launches, launches_said, operand_makers
 from loka_sim.dispatch.cost import Times
 from loka_sim.dispatch.operands import LIBRARIES, Toolbox
 from loka_sim.dispatch.table import load
 from loka_sim.errors import DataError, expected_of_lower_floors
+from loka_sim.fp8_step import converted
 from loka_sim.step_plan import timeline
 from perfmodel.timeline import Timeline
 
@@ -45,6 +46,8 @@ def table_timeline(answer: WhatIf, path: str | Path) -> Timeline:
     major, minor = model.hardware.capability
     torch, every = (Toolbox.of(names, model.manifest["kernels"], (major, minor)) for names in (("torch",), LIBRARIES))
     rows: dict[str, dict[str, tuple[Row, ...]]] = {}
+    assignments: list[dict[str, str]] = []
+    made: list[dict[str, dict[str, str]]] = []
     for site in answer.sites:
         passes = said.get(site.site.name, {})
         missing = [name for name in site.shape.names if name not in passes]
@@ -62,6 +65,9 @@ def table_timeline(answer: WhatIf, path: str | Path) -> Timeline:
             rows[site.site.name] = launches_said(site.shape, kernels, makers)
         except KeyError:
             rows[site.site.name] = launches(site.shape, kernels, torch)
+            makers = operand_makers(site.shape, kernels, torch)
+        assignments.append(kernels)
+        made.append(makers)
     wanted = {row for passes in rows.values() for launched in passes.values() for row in launched}
     times = {**answer.times.of, **Times.predict(model, wanted - set(answer.times.of)).of}
 
@@ -69,4 +75,6 @@ def table_timeline(answer: WhatIf, path: str | Path) -> Timeline:
         gemm, *quantize = rows[site.site.name][name]
         return [*quantize, gemm]
 
-    return timeline(answer, launched, times)
+    shapes = [site.shape for site in answer.sites]
+    fp8 = converted(answer.spec, model.hardware, shapes, assignments, made) if answer.others else None
+    return timeline(answer, launched, times, fp8)
