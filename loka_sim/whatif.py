@@ -356,9 +356,11 @@ def _steps(
     def made(
         name: str, label: str, description: str, assignments: Sequence[Mapping[str, str]], toolbox: Toolbox
     ) -> tuple[Step, Converted | None]:
-        makers = [operand_makers(cost.shape, assignment, toolbox) for cost, assignment in zip(costs, assignments, strict=True)]
-        shapes = [cost.shape for cost in costs]
-        found = converted(spec, hardware, shapes, assignments, makers) if others else None
+        found = None
+        if others:
+            shapes = [cost.shape for cost in costs]
+            makers = [operand_makers(*entry, toolbox) for entry in zip(shapes, assignments, strict=True)]
+            found = converted(spec, hardware, shapes, assignments, makers)
         inside = [] if found is None else [site.name in found.sites for site in spec.sites]
         fp8 = None if found is None else found.by_kind
         times, max_mere = decider.times, decider.policy.max_mere

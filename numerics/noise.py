@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,17 @@ _SCOPE_OF = {
         "block128x128": "tile128", "mx32": "column32", "bdr16": "column16",
     },
 }  # fmt: skip
+# Elements of an operand (rows, k) that share a scale.
+_SPANS: dict[str, Callable[[int, int], int]] = {
+    "none": lambda rows, k: 1,
+    "tensorwise": lambda rows, k: rows * k,
+    "rowwise": lambda rows, k: k,
+    "columnwise": lambda rows, k: rows,
+    "block1x128": lambda rows, k: min(k, 128),
+    "block128x128": lambda rows, k: min(k, 128) * min(rows, 128),
+    "mx32": lambda rows, k: min(k, 32),
+    "bdr16": lambda rows, k: min(k, 16),
+}
 # The figures of `OperandNoise` in order, by the power of the value that each is relative to.
 _ORDERS = (2, 1, 2, 0, 0)
 _LOW = np.concatenate([[-0.125], np.arange(PROFILE_BINS - 1) / BINS_PER_OCTAVE])
@@ -80,17 +91,19 @@ def operand_noise(statistics: TensorStatistics, recipe: Recipe, rows: int, k: in
     return _noise(statistics.origin, recipe, *_scope(recipe, rows, k, headroom))
 
 
-def operand_noises(requests: Sequence[tuple[TensorStatistics, Recipe, int, int, float | None]]) -> list[OperandNoise]:
-    """`operand_noise` of many operands, each a tuple of its arguments."""
-    places: dict[tuple[TensorStatistics, Recipe, float], dict[int, list[int]]] = {}
+def operand_noises(requests: Sequence[tuple[TensorStatistics, Recipe, int, int, float | None]]) -> Array:
+    """`operand_noise` of many operands, each a tuple of its arguments: the figures in their order, (requests, 5)."""
+    places: dict[tuple[TensorStatistics, Recipe, float], tuple[list[int], list[int]]] = {}
     for place, (statistics, recipe, rows, k, headroom) in enumerate(requests):
         length, above = _scope(recipe, rows, k, headroom)
-        places.setdefault((statistics.origin, recipe, above), {}).setdefault(length, []).append(place)
-    found: dict[int, OperandNoise] = {}
-    for (statistics, recipe, above), by_length in places.items():
-        for some, noise in zip(by_length.values(), _noises(statistics, recipe, [*by_length], above), strict=True):
-            found.update(dict.fromkeys(some, noise))
-    return [found[place] for place in range(len(requests))]
+        some, lengths = places.setdefault((statistics.origin, recipe, above), ([], []))
+        some.append(place)
+        lengths.append(length)
+    result = np.empty((len(requests), len(_ORDERS)))
+    for (statistics, recipe, above), (some, lengths) in places.items():
+        distinct, inverse = np.unique(lengths, return_inverse=True)
+        result[some] = _noises(statistics, recipe, distinct, above)[inverse]
+    return result
 
 
 def _scope(recipe: Recipe, rows: int, k: int, headroom: float | None) -> tuple[int, float]:
@@ -103,26 +116,22 @@ def _scope(recipe: Recipe, rows: int, k: int, headroom: float | None) -> tuple[i
         raise ValueError(f"recipe {recipe.name!r} takes its own amax; leave out headroom = {headroom}")
     if headroom is not None and not 2.0**-_BEYOND <= headroom <= 2.0**_BEYOND:
         raise ValueError(f"headroom = {headroom}; give amax over the operand's own, from 2^-{_BEYOND} to 2^{_BEYOND}")
-    spans = {
-        "none": 1, "tensorwise": rows * k, "rowwise": k, "columnwise": rows, "block1x128": min(k, 128),
-        "block128x128": min(k, 128) * min(rows, 128), "mx32": min(k, 32), "bdr16": min(k, 16),
-    }  # fmt: skip
-    return spans[recipe.scaling], math.log2(headroom or 1.0)
+    return _SPANS[recipe.scaling](rows, k), math.log2(headroom or 1.0)
 
 
 @functools.lru_cache(maxsize=16384)
 def _noise(statistics: TensorStatistics, recipe: Recipe, length: int, above: float) -> OperandNoise:
-    return _noises(statistics, recipe, [length], above)[0]
+    return OperandNoise(*_noises(statistics, recipe, np.array([length]), above)[0].tolist())
 
 
-def _noises(statistics: TensorStatistics, recipe: Recipe, lengths: Sequence[int], above: float) -> list[OperandNoise]:
-    """The noise when so many elements share a scale, whose amax lies so many octaves above their own, for each length."""
+def _noises(statistics: TensorStatistics, recipe: Recipe, lengths: npt.NDArray[np.int64], above: float) -> Array:
+    """The noise when so many elements share a scale, whose amax lies so many octaves above their own, (lengths, figures)."""
     if recipe.scaling == "none":
-        return [_unscaled(statistics, recipe)] * len(lengths)
+        return np.tile(_unscaled(statistics, recipe), (len(lengths), 1))
     scope = SCOPES.index(_SCOPE_OF[statistics.contraction][recipe.scaling])
     counts = statistics.profile_counts[scope].astype(np.float64)
     measured = max(float(statistics.profile_lengths[scope]), 1.0)
-    sizes = np.array(lengths, dtype=np.float64)
+    sizes = lengths.astype(np.float64)
     growth = _amax_growth(counts, measured, sizes)
     # A longer scope's amax holds less of the energy: its square grew by 4^growth, and it stands for more values.
     stay = np.minimum(1.0, 4.0**growth * measured / sizes) if above == 0 else np.zeros(len(sizes))
@@ -137,7 +146,7 @@ def _noises(statistics: TensorStatistics, recipe: Recipe, lengths: Sequence[int]
         some = turns == turn
         place = np.roll(statistics.profile_phase[scope].astype(np.float64), turn)
         figures[some] = _figures(recipe, place, counts, weights, growth[some, None], stay[some])
-    return [OperandNoise(*each) for each in figures.tolist()]
+    return figures
 
 
 def _figures(recipe: Recipe, place: Array, counts: Array, weights: Array, growth: Array, stay: Array) -> Array:
@@ -295,7 +304,7 @@ def round_magnitudes(values: np.ndarray, fmt: Format, rounding: str = "nearest_e
     return np.minimum(rounded, fmt.max), (values > top).astype(np.float64)
 
 
-def _unscaled(statistics: TensorStatistics, recipe: Recipe) -> OperandNoise:
+def _unscaled(statistics: TensorStatistics, recipe: Recipe) -> Array:
     """A plain cast: values keep their size, so the curve is read at the depth of the pooled marginal itself."""
     # Between two quantiles values are even; cut finely, a piece is about even in its logarithm too.
     position = np.arange(4 * (len(LEVELS) - 1) + 1) / 4
@@ -307,7 +316,7 @@ def _unscaled(statistics: TensorStatistics, recipe: Recipe) -> OperandNoise:
     kept = (outer > 0) & (share > 0)
     inner, outer, share = inner[kept], outer[kept], share[kept]
     if not outer.size:
-        return OperandNoise(0.0, 0.0, 0.0, 0.0, 0.0)
+        return np.zeros(len(_ORDERS))
     weights = {0: share, 1: share * (inner + outer) / 2, 2: share * (inner**2 + inner * outer + outer**2) / 3}
     curve = _curve(recipe, None, False)
     reference = math.log2(_unscaled_reference(recipe.element))
@@ -316,4 +325,4 @@ def _unscaled(statistics: TensorStatistics, recipe: Recipe) -> OperandNoise:
     figures = []
     for values, order in zip(curve.mean(low, high), _ORDERS, strict=True):
         figures.append(float(values @ weights[order]) / (1.0 if order == 0 else float(weights[order].sum())))
-    return OperandNoise(*figures)
+    return np.array(figures)

@@ -227,8 +227,7 @@ def _predict(requests: Sequence[_Request]) -> list[GemmError]:
     products = [_product(r.a, r.b, r.shape, r.signal, r.pair, r.output) for r in requests]
     sides = [(r.a, r.recipe_a, r.shape[0], r.shape[2], r.headroom[0]) for r in requests]
     sides += [(r.b, r.recipe_b, r.shape[1], r.shape[2], r.headroom[1]) for r in requests]
-    noises = np.array([(x.power, x.shrinkage, x.correlation, x.underflow, x.overflow) for x in operand_noises(sides)])
-    left, right = noises[: len(requests)], noises[len(requests) :]
+    left, right = np.split(operand_noises(sides), 2)
     shares = np.maximum(left[:, 3:], right[:, 3:])
     found = [GemmError(0.0, math.inf, 0.0, 1.0, *each) for each in shares.tolist()]
     live = [(place, request, product) for place, (request, product) in enumerate(zip(requests, products, strict=True)) if product]

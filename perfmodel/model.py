@@ -7,9 +7,9 @@ import hashlib
 import json
 import zlib
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -99,6 +99,37 @@ def at_edge(sizes: Sizes, measured: dict[str, list[float]]) -> Sizes:
     return m, n, k, groups
 
 
+class _Stamp(NamedTuple):
+    """A file as it is now: another one of the same name has another time or size."""
+
+    path: Path
+    changed_ns: int
+    size: int
+
+    @classmethod
+    def of(cls, path: Path) -> _Stamp:
+        """The file's, or a stamp that no file has where there is none."""
+        try:
+            found = path.stat()
+        except OSError:
+            return cls(path, -1, -1)
+        return cls(path, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=128)
+def _learned(trees: _Stamp, network: _Stamp | None = None) -> tuple[Network | None, Trees]:
+    """What a kernel's files hold; models that are opened again share it."""
+    path = trees.path
+    try:
+        forest, smooth = Trees(gzip.decompress(path.read_bytes())), None
+        if network is not None:
+            path = network.path
+            smooth = Network.load(gzip.decompress(path.read_bytes()))
+    except (EOFError, OSError, zlib.error, ValueError) as error:
+        raise ValueError(f"{path} is missing or truncated; copy the folder again") from error
+    return smooth, forest
+
+
 @dataclass(frozen=True)
 class PerfModel:
     """Predicts kernel times on one GPU.
@@ -131,15 +162,8 @@ class PerfModel:
             ValueError: a file is missing or damaged.
         """
         if kernel not in self._loaded:
-            path = self.folder / model_file(kernel)
-            try:
-                trees, network = Trees(gzip.decompress(path.read_bytes())), None
-                if self.manifest["kernels"][kernel].get("network"):
-                    path = self.folder / network_file(kernel)
-                    network = Network.load(gzip.decompress(path.read_bytes()))
-            except (EOFError, OSError, zlib.error, ValueError) as error:
-                raise ValueError(f"{path} is missing or truncated; copy the folder again") from error
-            self._loaded[kernel] = network, trees
+            names = [model_file(kernel), *([network_file(kernel)] if self.manifest["kernels"][kernel].get("network") else [])]
+            self._loaded[kernel] = _learned(*(_Stamp.of(self.folder / name) for name in names))
         return self._loaded[kernel]
 
     def seen(self, kernel: str, sizes: Sizes) -> tuple[list[str], Array, Array | float]:

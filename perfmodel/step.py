@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-
-Array = npt.NDArray[np.float64]
+import math
+from collections.abc import Sequence
 
 # Standard deviation of the error that all kernels of a run have in common (clocks, temperature, another machine of the
 # kind), as a share of the time. Cautious: 1.8% is the mean difference of single kernels between two runs on two H200s;
@@ -13,15 +11,14 @@ Array = npt.NDArray[np.float64]
 COMMON_DEVIATION = 0.018
 
 
-def combine(times: Array, lows: Array, highs: Array) -> tuple[float, float, float]:
+def combine(times: Sequence[float], lows: Sequence[float], highs: Sequence[float]) -> tuple[float, float, float]:
     """Total of predicted times and its 90% interval, in the unit of the input.
 
     Kernel errors are taken as independent of one another, so their half-widths add in quadrature; the common error
     (`COMMON_DEVIATION`, at 1.645 deviations for 90%) scales with the total.
     A kernel called several times must come in as one entry with its total, since its error repeats.
     """
-    total = float(np.sum(times))
+    total = math.fsum(times)
     common = 1.645 * COMMON_DEVIATION * total
-    below = float(np.sqrt(np.sum((np.asarray(times) - lows) ** 2)))
-    above = float(np.sqrt(np.sum((np.asarray(highs) - times) ** 2)))
-    return total, max(0.0, total - float(np.hypot(below, common))), total + float(np.hypot(above, common))
+    below, above = math.dist(times, lows), math.dist(highs, times)
+    return total, max(0.0, total - math.hypot(below, common)), total + math.hypot(above, common)

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from loka_sim.dispatch.candidates import Row
 from perfmodel.step import combine
 
@@ -35,7 +33,7 @@ def frame(rows: Iterable[Row]) -> pandas.DataFrame:
 
 @dataclass(frozen=True)
 class Times:
-    """Predicted time of every launch that a decision may need.
+    """Predicted time of every launch that a decision may need. Methods take launches one by one, or a `Counter` of them.
 
     Attributes:
         of: Time per row.
@@ -60,15 +58,15 @@ class Times:
 
     def sum(self, rows: Iterable[Row]) -> float:
         """Total time of launches, in microseconds."""
-        return sum(self.of[row].us for row in rows)
+        return sum(count * self.of[row].us for row, count in Counter(rows).items())
 
     def interval(self, rows: Iterable[Row]) -> Time:
         """Total of launches with its 90% interval, what all kernels are off together included."""
         counts = Counter(rows)
         if not counts:
             return Time(0.0, 0.0, 0.0)
-        columns = np.array([[count * end for end in self.of[row]] for row, count in counts.items()])
-        return Time(*combine(*columns.T))
+        columns = zip(*([count * end for end in self.of[row]] for row, count in counts.items()), strict=True)
+        return Time(*combine(*columns))
 
     def difference(self, rows: Iterable[Row], without: Iterable[Row]) -> Time:
         """Time of `rows` less that of `without`, with its 90% interval.

@@ -72,6 +72,15 @@ def _ways(
     return (*((first, second) for first in makers(False) for second in turned), *((maker,) for maker in makers(False, True)))
 
 
+@cache
+def _launched(
+    takes: str, readings: frozenset[bool], height: int, width: int, quantizers: tuple[str, ...], capability: tuple[int, int]
+) -> tuple[Way, ...]:
+    """The launches of `_ways`."""
+    found = _ways(takes, readings, least(height), least(width), quantizers, capability)
+    return tuple(tuple(Launch(Row(name, height, 1, width), made) for name, made in way) for way in found)
+
+
 @dataclass(frozen=True)
 class Toolbox:
     """The FP8 kernels that a decision may take, and how it tells which way to quantize is the fastest.
@@ -113,8 +122,7 @@ class Toolbox:
             height: Rows of the tensor as it is stored.
             width: Its columns.
         """
-        found = _ways(takes, readings, least(height), least(width), self.quantizers, self.capability)
-        return tuple(tuple(Launch(Row(name, height, 1, width), made) for name, made in way) for way in found)
+        return _launched(takes, readings, height, width, self.quantizers, self.capability)
 
     def fastest(self, takes: str, readings: frozenset[bool], height: int, width: int) -> Way:
         """The fastest legal way to make a tensor's readings; the first by name where times tie.

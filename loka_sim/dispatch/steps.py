@@ -103,7 +103,7 @@ def speedup(
         beside_than: And with `than`.
     """
     both = rows & than
-    common, new, gone = (times.difference(part.elements(), ()) for part in (both, rows - both, than - both))
+    common, new, gone = (times.difference(part, ()) for part in (both, rows - both, than - both))
     fast = common.us + new.us + sum(time.us for time in beside.values())
     slow = common.us + gone.us + sum(time.us for time in beside_than.values())
     ratio = slow / fast
@@ -160,8 +160,8 @@ def step(
         (site.shape, tuple(assignment.items()), fused) for site, assignment, fused in zip(sites, assignments, inside, strict=True)
     )
     for (shape, entries, fused), count in alike.items():
-        for row in flat(launches(shape, shape.bf16())):
-            bf16_gemms[row] += count
+        for which, kernel in shape.bf16().items():
+            bf16_gemms[Row(kernel, *shape.gemm(which))] += count
         for row in flat(launches(shape, dict(entries), toolbox)):
             gemms[row] += count
             apart[row] += count * (not (fused and torch_makes(row)))
@@ -173,14 +173,14 @@ def step(
         fp8_passes += len(fp8)
         unsafe += sum(not site.accuracies[entry].mere < max_mere for entry in fp8)
     quantize = Counter({row: count for row, count in gemms.items() if KERNELS[row.kernel].kind in ("quantize", "layout")})
-    gemm_us = times.sum(gemms.elements())
+    gemm_us = times.sum(gemms)
     complete = None
     if beside is not None:
         rest = beside if beside_converted is None else beside_converted
-        complete = whole(times.interval(apart.elements()), rest), speedup(times, +apart, bf16_gemms, rest, beside)
+        complete = whole(times.interval(apart), rest), speedup(times, +apart, bf16_gemms, rest, beside)
     return Step(
-        name, label, description, times.interval((gemms + others).elements()),
-        gemm_us, times.sum(quantize.elements()), times.sum(others.elements()),
-        speedup(times, gemms + others, bf16_gemms + others), times.sum(bf16_gemms.elements()) / gemm_us,
+        name, label, description, times.interval(gemms + others),
+        gemm_us, times.sum(quantize), times.sum(others),
+        speedup(times, gemms + others, bf16_gemms + others), times.sum(bf16_gemms) / gemm_us,
         fp8_sites, fp8_passes, unsafe, *(complete or (None, None)),
     )  # fmt: skip
