@@ -39,6 +39,8 @@ LEAST_MINUTES_FIT = 12.0
 MOST_LAUNCHED, MOST_MINUTES_LAUNCHING = 120_000, 4.5
 # Other shapes than the shipped models were fitted to: on those a correction would seem better, and surer, than it is.
 SEED = 271_828
+# Grouped GEMMs among the others: of those drawn as layers have them, few are legal for the grouped kernels.
+GROUPED = 240
 # Rows of a kernel that a correction of a shipped model is made from: it learns little from more, and its time is their cube.
 MOST_ROWS_REFINED = 400
 
@@ -161,14 +163,23 @@ def measure(timings: Path, shares: Shares, left: Callable[[float], float]) -> No
 
 
 def drawn(patterns: Sequence[str]) -> dict[str, list[tuple[Shape, tuple[str, ...]]]]:
-    """The shapes of the whole sweeps, under kernels of these names."""
+    """The shapes of the whole sweeps, under kernels of these names; the first of them are a fair sample of all."""
     from hil.shapes import SWEEPS as DRAWN
 
     found: dict[str, list[tuple[Shape, tuple[str, ...]]]] = {}
     for family in measuring.FAMILIES:
         draw, count = DRAWN[family, "lrm"]
-        found[family] = [(shape, tuple(patterns)) for shape in draw(count, SEED)]
+        shapes = draw(count, SEED)
+        if family == "gemm":
+            shapes = _spread(shapes, DRAWN[family, "grouped"][0](GROUPED, SEED))
+        found[family] = [(shape, tuple(patterns)) for shape in shapes]
     return found
+
+
+def _spread(many: Sequence[Shape], few: Sequence[Shape]) -> list[Shape]:
+    """Both in their order, the few evenly among the many."""
+    places = [((number + 0.5) / len(some), shape) for some in (many, few) for number, shape in enumerate(some)]
+    return list(dict.fromkeys(shape for _, shape in sorted(places, key=lambda pair: pair[0])))
 
 
 def unmeasured(rows: pandas.DataFrame) -> list[str]:
@@ -211,8 +222,8 @@ def make_model(
     shutil.rmtree(out / FIT, ignore_errors=True)
     begun, fitted, notes = time.monotonic(), None, []
     refinement = _refined(related, rows) if related else None
-    if few:
-        notes.append(f"a fit of its own: {len(few)} of {len(needed)} kernels have fewer than {LEAST_ROWS_FIT} rows")
+    if basic := [name for name in few if KERNELS[name].library == "torch"]:
+        notes.append(f"a fit of its own: {len(basic)} of torch's kernels have fewer than {LEAST_ROWS_FIT} rows")
     else:
         _say("fitting a time model of its own ...")
         arguments = ["--timings", str(timings), "--hardware-spec", str(out / HARDWARE), "--out", str(out / FIT)]
@@ -236,7 +247,9 @@ def make_model(
         return {"model": f"{related.hardware.name}'s, corrected", "held_out": accuracy}, notes
     shutil.move(out / FIT / "perfmodel", out / "perfmodel")
     shutil.rmtree(out / FIT)
-    return {"model": "fitted to this GPU alone", "held_out": held_out}, []
+    if few:
+        notes.append(f"not in it, for they have fewer than {LEAST_ROWS_FIT} rows: {', '.join(sorted(few))}")
+    return {"model": "fitted to this GPU alone", "held_out": held_out}, notes
 
 
 def _related(capability: tuple[int, int]) -> PerfModel | None:

@@ -1,6 +1,8 @@
 """A collection without a GPU: sweeps of a made-up machine, everything else as it is."""
 
 import json
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -95,7 +97,8 @@ def test_a_short_one_corrects_a_related_gpu(short):
     gemms = document["held_out"]["torch/bf16"]
     assert gemms["n"] > 50 and gemms["mape"] < 0.05
     said = " ".join(document["left_out"])
-    assert "gemm: 120 of 4,400 shapes" in said and "memory: 30 of 320 shapes" in said and "have fewer than 60 rows" in said
+    assert "gemm: 120 of 4,640 shapes" in said and "memory: 30 of 320 shapes" in said
+    assert "of torch's kernels have fewer than 60 rows" in said
     assert "collectives" not in said
     assert json.loads((folder / "manifest.json").read_text())["hardware"] == "h100-80gb-hbm3"
 
@@ -170,6 +173,35 @@ def test_a_fit_that_takes_too_long_gives_way_to_a_correction(tmp_path, monkeypat
     document = collect(tmp_path / "own", minutes=6)
     assert document["model"] == "h200's, corrected" and 0 <= waited[0] <= 360
     assert "a fit of its own: it would take longer than the minutes given" in document["left_out"]
+
+
+def test_the_sweeps_hold_enough_of_every_kernel_for_a_fit_and_begin_with_a_fair_sample():
+    from perfmodel.fit import LEAST_ROWS_FIT
+
+    for family, items in collection.drawn(("torch/*",)).items():
+        legal = [[runner.name for runner in legal_runners(shape, FAMILIES[family], patterns)] for shape, patterns in items]
+        count = Counter(name for names in legal for name in names)
+        mine = [name for name in perfmodel.load("h200").manifest["kernels"] if name.startswith("torch/")]
+        wanted = {name for name in mine if KERNELS[name].kind in FAMILIES[family]}
+        if family == "gemm":
+            wanted |= {name for name in KERNELS if name.startswith("torch/fp8_grouped")}
+        assert wanted and all(count[name] >= LEAST_ROWS_FIT for name in wanted)
+        first = Counter(name for names in legal[: len(legal) // 4] for name in names)
+        assert all(first[name] == pytest.approx(count[name] / 4, abs=4 + 0.1 * count[name]) for name in wanted)
+        assert len(dict.fromkeys(shape for shape, _ in items)) == len(items)
+
+
+def test_a_fit_need_not_hold_what_other_libraries_lack(tmp_path, monkeypatch):
+    kernels = ["torch/bf16", "torch/fp8_rowwise_fast", "torch/relu_forward"]
+    on(MadeUp({"gemm": 90, "memory": 70}, kernels=kernels), monkeypatch)
+    related = perfmodel.load("h200")
+    some = {name: related.manifest["kernels"][name] for name in [*kernels, "loka/fp8_rowwise_fast"]}
+    monkeypatch.setattr(collection, "_related", lambda _: replace(related, manifest={**related.manifest, "kernels": some}))
+    errors = iter([0.2, 0.1])  # of the correction, of the fit
+    monkeypatch.setattr(collection, "_mean_error", lambda *_: next(errors))
+    document = collect(tmp_path / "own", minutes=6)
+    assert document["model"] == "fitted to this GPU alone" and set(document["held_out"]) == set(kernels)
+    assert "not in it, for they have fewer than 60 rows: loka/fp8_rowwise_fast" in document["left_out"]
 
 
 def test_nothing_measured_is_no_calibration(tmp_path, monkeypatch):
