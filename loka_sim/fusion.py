@@ -191,12 +191,14 @@ class _Fusion:
                         return False
                     if buffer in writer.added:  # by others of the kernel's threads, at any time
                         return False
-        # No third group may have to run after one of them and before the other.
-        between = (one.before | other.before) & ~(1 << first | 1 << second)
-        rest = between
+        both, needed = 1 << first | 1 << second, one.before | other.before
+        between = needed & ~both
+        # No third group may have to run after one of them and before the other: it would be among what the later one needs
+        # and the earlier does not.
+        rest = (one.before ^ other.before) & ~both if needed & both else 0
         while rest:
             middle = self.groups[(rest & -rest).bit_length() - 1]
-            if middle is not None and middle.before & (1 << first | 1 << second):
+            if middle is not None and middle.before & both:
                 return False
             rest &= rest - 1
         one.members += other.members
@@ -210,13 +212,9 @@ class _Fusion:
         self.moved[second] = first
         for buffer in other.writes:
             self.maker[buffer] = first
-        old, new = 1 << second, 1 << first
-        for group in self.groups:
-            if group is not None and group is not one:
-                if group.before & old:
-                    group.before = group.before & ~old | new
-                if group.before & new:
-                    group.before |= between
+        for group in filter(None, self.groups):
+            if group.before & both:
+                group.before = group.before & ~(1 << second) | 1 << first | between
         return True
 
 
