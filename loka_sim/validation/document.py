@@ -136,9 +136,10 @@ def step_part(step: dict[str, Any] | None, before: WhatIf, after: WhatIf) -> dic
             "name": name, "label": LABELS[name], "measured_ms": found["p50_ms"], "speedup": bf16 / found["p50_ms"],
         }  # fmt: skip
         for when, answer in answers.items():
-            # Each model has a decision of its own; of the other's it predicts nothing.
-            if name == "decision_before" and when == "after":
-                variant["predicted_after"] = None
+            # Each model has a decision of its own; where both were run, it says nothing of the other's.
+            others = {"before": "decision", "after": "decision_before"}[when]
+            if name == others and "decision_before" in step["medians"]:
+                variant[f"predicted_{when}"] = None
                 continue
             speedup, factor = predicted[when]["decision" if name in losses else name], 1.0
             if name == f"decision{'_before' if when == 'before' else ''}":

@@ -220,6 +220,18 @@ def test_the_exported_step_is_predicted_as_torchao_runs_it():
     assert by_name["decision"]["predicted_after"]["speedup"] == pytest.approx(bf16 / (decided + lost), rel=1e-3)
     assert by_name["decision"]["predicted_before"]["speedup"] == pytest.approx(bf16 / decided, rel=1e-3)
     assert bool(passes) == bool(part["note"]) and not part["host_bound"]
+    # Where both decisions were run, each is held against its own model's prediction; the first alone stands in for the other.
+    found = {name: {"p50_ms": ms} for name, ms in (("bf16", 100.0), ("decision_before", 80.0), ("decision", 70.0))}
+    both = step_part({"medians": found, "note": None}, answer, answer)
+    by_name = {variant["name"]: variant for variant in both["variants"]}
+    assert by_name["decision"]["predicted_before"] is None and by_name["decision_before"]["predicted_after"] is None
+    said = bf16 / (decided + lost)
+    assert by_name["decision_before"]["predicted_before"]["speedup"] == pytest.approx(said, rel=1e-3)
+    gaps = []
+    for names in (("bf16", "decision_before", "decision"), ("bf16", "decision_before")):
+        part = step_part({"medians": {name: found[name] for name in names}, "note": None}, answer, answer)
+        gaps.append({entry["name"]: entry for entry in judge.tolerances(None, None, None, part)}["speedup_gap"]["value"])
+    assert gaps == pytest.approx([abs(100 / 70 / said - 1), abs(100 / 80 / said - 1)], rel=1e-3)
     # A small model's step is its host's: no time of a kernel can be judged by it.
     small = loka_sim.whatif("dlrm-small")
     bound = step_part({"medians": {"bf16": {"p50_ms": 5.0}}, "note": None}, small, small)
