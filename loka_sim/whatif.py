@@ -307,9 +307,14 @@ def _check_sizes(spec: ModelSpec, batch: int) -> None:
                 if size > limit:
                     unit = "" if what == "a dimension" else " elements"
                     mend = f"write a smaller size (at most {limit})" if alone > limit else "give a smaller batch"
-                    raise UserError(f"--batch {batch}: site {site.name} has {what} of {size}{unit}; {mend}")
+                    raise UserError(f"--batch {batch}: site {site.name} has {what} of {_short(size)}{unit}; {mend}")
     if not spec.sites:
         raise UserError(f"{spec.name} has no GEMM at all; nothing can be decided")
+
+
+def _short(size: int) -> str:
+    """A number, by its power of ten where it is too long to be read."""
+    return str(size) if size < 10**20 else f"10^{len(str(size)) - 1}"
 
 
 def _largest(sizes: Sequence[int]) -> int:

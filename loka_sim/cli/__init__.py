@@ -80,6 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            print(f"loka-sim: {str(error.filename)[:60]}... is longer than a path may be; give a shorter one", file=sys.stderr)
+            return UserError.exit_code
         if error.errno != errno.ENOSPC:
             return _bug()
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import loka_sim
 from loka_sim import modelspec
@@ -16,6 +17,8 @@ from loka_sim.cli import main
 from loka_sim.cli.output import figure, shorten
 from loka_sim.dispatch import table
 from loka_sim.schemas import problem
+
+LONG = "a" * 5000
 
 
 def run(capsys, *argv):
@@ -246,6 +249,37 @@ def test_out_replaces_a_run_of_ours(capsys, made_up, spec_file, tmp_path):
 def test_out_takes_an_empty_folder(capsys, made_up, spec_file, tmp_path):
     (tmp_path / "empty").mkdir()
     assert run(capsys, "whatif", spec_file, "--out", tmp_path / "empty")[0] == 0
+
+
+@pytest.mark.parametrize("out", ["", ".", ".."])
+def test_out_is_not_where_one_stands(capsys, made_up, spec_file, tmp_path, monkeypatch, out):
+    """A run's folder is exchanged whole: the shell that stands in it would be left in one that is gone."""
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here" / "below")
+    code, stdout, err = run(capsys, "whatif", spec_file, "--out", out)
+    assert code == 2 and stdout == "" and "is where you are" in err and err.count("\n") == 1
+    assert Path.cwd() == tmp_path / "here" / "below" and not any(Path.cwd().iterdir())
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("whatif", LONG), ("whatif", f"{LONG}.json"), ("whatif", "dlrm-small", "--statistics", LONG),
+        ("whatif", "dlrm-small", "--calibration", LONG), ("whatif", "dlrm-small", "--cluster", LONG), ("export", LONG),
+        ("compare", LONG, LONG), ("step", "dlrm-small", "--table", LONG), ("capture", "dlrm-small", "--out", f"{LONG}.json"),
+    ],
+)  # fmt: skip
+def test_names_that_are_too_long(capsys, argv):
+    code, out, err = run(capsys, *argv)
+    assert code in (2, 3) and out == "" and err.count("\n") == 1
+
+
+def test_sizes_beyond_reading(capsys, spec_file, tmp_path):
+    document = yaml.safe_load(spec_file.read_text())
+    document["sites"][0]["passes"]["output"]["n"] = 10**300
+    (tmp_path / "wide.json").write_text(json.dumps(document))
+    code, out, err = run(capsys, "whatif", tmp_path / "wide.json")
+    assert code == 2 and "has a dimension of 10^300; write a smaller size" in err and len(err) < 200
 
 
 def test_out_leaves_other_folders_alone(capsys, made_up, spec_file, tmp_path):
