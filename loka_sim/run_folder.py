@@ -49,8 +49,6 @@ class RunFolder:
             if path.is_dir():
                 if Path.cwd().is_relative_to(path.resolve()):
                     raise UserError(f"--out {path} is where you are, and a run takes its folder's place; name a folder in it")
-                        f"--out {path} is where you are, and a run takes its folder's place; choose a folder below it"
-                    )
                 if any(path.iterdir()) and not _is_run(path):
                     raise UserError(f"--out {path} holds other files; choose a new folder or one that loka-sim wrote")
             elif path.exists() or path.is_symlink():
