@@ -1,23 +1,24 @@
 """Quantization on a GPU: our Triton kernels beside a plain copy of as many bytes, torch.compile and eager torch.
 
-    python benchmarks/emulation_gpu.py [--out FILE] [--quick]
+    python benchmarks/emulation_gpu.py [--out FILE] [--workers 14] [--minutes 4] [--quick]
 
 Times are medians of CUDA graph replays whose launches rotate over operands past the L2, the four methods in turn. A
 share is the time of a plain copy that moves the same bytes (input once, codes and scales; `passes` twice the input where
 amax must be known before the cast) over ours; every output is compared with the torch path of `numerics` first, to the
 last bit. Eager torch is `numerics` itself without the kernels; torch.compile runs a plain e4m3 quantizer (scale 448 / amax,
-values times scale) and is there for the four scalings that it has.
+values times scale) and is there for the four scalings that it has. With workers, so many processes compile, and one at a time
+measures.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,13 @@ import torch
 
 from hil.fingerprint import fingerprint
 from hil.kernels import torch_memory
+from hil.kernels.base import Shape
+from hil.measure import Workers, locked_autotune
 from hil.timing import capture, launches_for, time_interleaved
 from numerics import gpu, gpu_dual
 from numerics.quantization import QuantizedTensor, fake_quantize, quantize
 from numerics.recipe import Recipe
+from numerics.scaling import scales_shape
 
 SHAPES = ((2048, 1024), (2048, 2048), (4096, 4096), (8192, 8192), (16384, 8192))
 RECIPES = (
@@ -50,6 +54,8 @@ GIVEN = ("e4m3/tensorwise", "e4m3/rowwise", "e4m3/columnwise")
 DUAL = ("e4m3/tensorwise", "e4m3/rowwise", "e4m3/block1x128", "e4m3/block128x128")
 TWO_PASS = ("tensorwise", "columnwise")
 DETAILED = (8192, 8192)
+# Two of the largest matrices, and more of the smaller ones.
+INPUTS = 2 * SHAPES[-1][0] * SHAPES[-1][1]
 # The shapes at which every recipe is measured.
 FULL = (SHAPES[1], DETAILED)
 
@@ -136,23 +142,29 @@ def median(launch: Callable[[int], object], count: int, others: list[tuple[Calla
     return [timing.quantile(0.5) for timing in time_interleaved(graphs, budget_ms=6.0)]
 
 
-def measure(recipe: Recipe, output: str, shape: tuple[int, int], dtype: torch.dtype, inputs: Inputs) -> Row:
-    """Check, then time."""
+def measure(recipe: Recipe, output: str, shape: tuple[int, int], dtype: torch.dtype, inputs: Inputs, lock: Any = None) -> Row:
+    """Check, then time; the lock is held while the GPU works for long."""
     x = inputs.view(shape, 0, dtype)
-    moved, extra, equal, ours = operation(recipe, output, shape, dtype, inputs)
+    moved, extra, ours, check = operation(recipe, output, shape, dtype, inputs, lock)
     launches = launches_for(moved)
-    others = [(copies(moved, launches), launches)]
-    if extra:
-        others.append((copies(moved + extra, launches), launches))
+    ours(0)  # compiles: that needs no lock
+    compiled = None
     if output == "codes" and recipe.name in COMPILED and dtype == torch.bfloat16 and shape in FULL:
         compiled = torch.compile(COMPILED[recipe.name], dynamic=False)
-        others.append((lambda index: compiled(inputs.view(shape, index, dtype)), launches))
-    times = median(ours, launches, others)
-    eager = eager_us(x, recipe) if output == "codes" and shape == DETAILED else None
+        compiled(x)
+    with lock or nullcontext():
+        equal = check()
+        others = [(copies(moved, launches), launches)]
+        if extra:
+            others.append((copies(moved + extra, launches), launches))
+        if compiled is not None:
+            others.append((lambda index: compiled(inputs.view(shape, index, dtype)), launches))
+        times = median(ours, launches, others)
+        eager = eager_us(x, recipe) if output == "codes" and shape == DETAILED else None
     return Row(
         recipe.name, output, str(dtype).removeprefix("torch."), *shape, moved, times[0], times[1], times[1] / times[0],
         (times[2] if extra else times[1]) / times[0], moved / times[0] * 1e-6,
-        times[-1] if len(times) > 2 + bool(extra) else None, eager, equal,
+        times[-1] if compiled is not None else None, eager, equal,
     )  # fmt: skip
 
 
@@ -164,43 +176,54 @@ def copies(moved: int, launches: int) -> Callable[[int], object]:
 
 
 def operation(
-    recipe: Recipe, output: str, shape: tuple[int, int], dtype: torch.dtype, inputs: Inputs
-) -> tuple[int, int, bool, Callable[[int], object]]:
-    """Bytes moved, bytes of a second read, whether the result is right, and the launcher."""
+    recipe: Recipe, output: str, shape: tuple[int, int], dtype: torch.dtype, inputs: Inputs, lock: Any
+) -> tuple[int, int, Callable[[int], Any], Callable[[], bool]]:
+    """Bytes moved, bytes of a second read, the launcher, and whether its result is right."""
     x = inputs.view(shape, 0, dtype)
     read = x.numel() * x.element_size()
     extra = read if recipe.scaling in TWO_PASS and "given" not in output else 0
-    wanted: QuantizedTensor = in_torch(quantize, x, recipe)
+    little: QuantizedTensor = in_torch(quantize, x[:128, :128], recipe)
+    scales_like = little.scales.new_empty(scales_shape(recipe, *shape))
+    code_bytes = little.codes.element_size()
     if output == "dual":
-        turned = in_torch(quantize, x.t().contiguous(), recipe)
-        made = gpu_dual.quantize_dual(x, recipe)
-        equal = all(same(a.codes, b.codes) and same(a.scales, b.scales) for a, b in zip(made, (wanted, turned), strict=True))
-        moved = read + 2 * (wanted.codes.numel() + wanted.scales.numel() * 4)
+        moved = read + 2 * (x.numel() * code_bytes + scales_like.numel() * 4)
         second = read if recipe.scaling in ("tensorwise", "rowwise") else 0
-        return moved, second, equal, lambda index: gpu_dual.quantize_dual(inputs.view(shape, index, dtype), recipe, check=False)
+
+        def both_equal() -> bool:
+            wanted = in_torch(quantize, x, recipe), in_torch(quantize, x.t().contiguous(), recipe)
+            made = gpu_dual.quantize_dual(x, recipe)
+            return all(same(a.codes, b.codes) and same(a.scales, b.scales) for a, b in zip(made, wanted, strict=True))
+
+        def dual(index: int) -> object:
+            return gpu_dual.quantize_dual(inputs.view(shape, index, dtype), recipe, check=False)
+
+        return moved, second, dual, both_equal
     amax = None
     if "given" in output:
         # Of a tensor half as large as this one, so that values saturate.
-        amax = in_torch(quantize, x.float() / 2, recipe).scales * torch.full_like(wanted.scales, recipe.element.max)
+        with lock or nullcontext():
+            amax = in_torch(quantize, x.float() / 2, recipe).scales * torch.full_like(scales_like, recipe.element.max)
     values = output == "values"
 
     def launch(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        scales = torch.empty_like(wanted.scales)
-        target = torch.empty(shape, dtype=torch.float32, device="cuda") if values else torch.empty_like(wanted.codes)
+        scales = torch.empty_like(scales_like)
+        target = torch.empty(shape, dtype=torch.float32 if values else little.codes.dtype, device="cuda")
         gpu.quantize_into(
             inputs.view(shape, index, dtype), recipe, amax, scales, None if values else target, target if values else None,
             check=False,
         )  # fmt: skip
         return scales, target
 
-    scales, target = launch(0)
-    if amax is not None:
-        spread = torch.clamp(amax / torch.full_like(amax, recipe.element.max), min=2.0**-126)
-        checked = (x.float() / spread).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-        equal = same(scales, spread) and same(target, checked)
-    else:
-        equal = same(scales, wanted.scales) and same(target, in_torch(fake_quantize, x, recipe) if values else wanted.codes)
-    return read + target.numel() * target.element_size() + scales.numel() * 4, extra, equal, launch
+    def equal() -> bool:
+        scales, target = launch(0)
+        if amax is not None:
+            spread = torch.clamp(amax / torch.full_like(amax, recipe.element.max), min=2.0**-126)
+            checked = (x.float() / spread).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+            return same(scales, spread) and same(target, checked)
+        wanted = in_torch(quantize, x, recipe)
+        return same(scales, wanted.scales) and same(target, in_torch(fake_quantize, x, recipe) if values else wanted.codes)
+
+    return read + scales_like.numel() * 4 + x.numel() * (4 if values else code_bytes), extra, launch, equal
 
 
 def eager_us(x: torch.Tensor, recipe: Recipe) -> float:
@@ -231,41 +254,72 @@ def cases(quick: bool) -> list[tuple[str, str, tuple[int, int], torch.dtype]]:
     return wanted
 
 
+def attempt(name: str, output: str, shape: tuple[int, int], dtype: torch.dtype, inputs: Inputs, lock: Any = None) -> list[Row]:
+    """The row, or none where there is no such quantization, which is said."""
+    torch._dynamo.reset()
+    try:
+        return [measure(Recipe.parse(name), output, shape, dtype, inputs, lock)]
+    except ValueError as error:
+        print(f"{name}: {str(error).splitlines()[0][:80]}", file=sys.stderr)
+        return []
+
+
+def serve(index: int, lock: Any, tasks: Any, results: Any) -> None:
+    """A worker: measures the rows that it finds."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    torch._inductor.config.compile_threads = 1
+    inputs = Inputs(INPUTS)
+    with locked_autotune(lock):
+        while (task := tasks.get()) is not None:
+            key, shape, (name, output, dtype), deadline = task
+            late = time.time() > deadline
+            rows = [] if late else attempt(name, output, (shape.m, shape.k), getattr(torch, dtype), inputs, lock)
+            torch.cuda.empty_cache()
+            results.put((key, [asdict(row) for row in rows]))
+
+
 def main() -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--workers", type=int, default=0, help="processes that compile (default: this one alone)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="when no further row is begun (default 30)")
     parser.add_argument("--quick", action="store_true", help="two shapes")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs a CUDA GPU", file=sys.stderr)
         return 3
     warnings.filterwarnings("ignore")
-    begun = time.monotonic()
-    # Two of the largest matrices, and more of the smaller ones.
-    inputs = Inputs(2 * SHAPES[-1][0] * SHAPES[-1][1])
-    rows = []
+    begun = time.time()
+    wanted = cases(options.quick)
+    deadline = begun + 60 * options.minutes
+    rows: list[Row] = []
+    if options.workers:
+        work = [
+            (Shape(shape[0], 1, shape[1]), [name, output, str(dtype).removeprefix("torch.")])
+            for name, output, shape, dtype in wanted
+        ]
+        with Workers(options.workers, serve=serve) as workers:
+            workers.run(work, deadline, lambda fresh: rows.extend(Row(**row) for row in fresh))
+    else:
+        inputs = Inputs(INPUTS)
+        for name, output, shape, dtype in wanted:
+            rows += attempt(name, output, shape, dtype, inputs) if time.time() < deadline else []
+    order = {(name, output, *shape, dtype): place for place, (name, output, shape, dtype) in enumerate(wanted)}
+    rows.sort(key=lambda row: order[row.recipe, row.output, row.rows, row.columns, getattr(torch, row.dtype)])
     print(f"{'recipe':18} {'output':16} {'input':8} {'shape':>11} {'us':>8} {'TB/s':>5} {'of copy':>7} {'passes':>6} "
           f"{'compile':>8} {'eager':>9}  equal")  # fmt: skip
-    parse = functools.cache(Recipe.parse)
-    for name, output, shape, dtype in cases(options.quick):
-        try:
-            row = measure(parse(name), output, shape, dtype, inputs)
-        except ValueError as error:
-            print(f"{name}: {str(error).splitlines()[0][:80]}", file=sys.stderr)
-            continue
-        rows.append(row)
-        torch._dynamo.reset()
+    for row in rows:
         print(
-            f"{name:18} {output:16} {row.dtype:8} {shape[0]:>5}x{shape[1]:<5} {row.ours_us:8.1f} {row.tb_per_s:5.2f} "
-            f"{row.share:7.0%} {row.share_passes:6.0%} {row.compiled_us or float('nan'):8.1f} {row.eager_us or float('nan'):9.1f}"
-            f"  {'yes' if row.equal else 'NO'}",
-            flush=True,
+            f"{row.recipe:18} {row.output:16} {row.dtype:8} {row.rows:>5}x{row.columns:<5} {row.ours_us:8.1f} "
+            f"{row.tb_per_s:5.2f} {row.share:7.0%} {row.share_passes:6.0%} {row.compiled_us or float('nan'):8.1f} "
+            f"{row.eager_us or float('nan'):9.1f}  {'yes' if row.equal else 'NO'}"
         )
     large = [row for row in rows if row.rows * row.columns * (2 if row.dtype == "bfloat16" else 4) >= 8e6]
     below = [row for row in large if row.share_passes < 0.7]
     print(f"{len(large) - len(below)} of {len(large)} from 8 MB up at 70% or more of copy bandwidth; "
-          f"{sum(not row.equal for row in rows)} of {len(rows)} differ from torch; {time.monotonic() - begun:.0f} s")  # fmt: skip
+          f"{sum(not row.equal for row in rows)} of {len(rows)} differ from torch; {time.time() - begun:.0f} s")  # fmt: skip
     if options.out:
         document = {
             "schema_version": 1,
