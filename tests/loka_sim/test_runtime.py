@@ -18,6 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 from hil import operators
 from loka_sim.dispatch.runtime import Kernels, TableLinear, convert, libraries, plan
 from loka_sim.errors import DataError
+from loka_sim.validation.step_time import converted_by_table
 from numerics.quantization import quantize
 from perfmodel.kernels import KERNELS
 
@@ -251,6 +252,11 @@ def test_converting_keeps_parameters_and_names():
     assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
     assert model.state_dict().keys() == state.keys() and model.load_state_dict(state)
     assert "loka/fp8_rowwise_fast" in repr(model)
+
+
+def test_a_validation_runs_other_libraries_kernels_by_it():
+    table = table_of(first=DUAL, last=PLAIN, shared=PLAIN)
+    assert isinstance(converted_by_table(table)(Twice()).first, TableLinear)
 
 
 @interpreted
