@@ -78,7 +78,10 @@ def compiled_step(model: Any, convert: Callable[[Any], Any], lock: Any) -> Calla
 
         return gated
 
-    module = convert(model.make())
+    # Parameters are drawn in FP32: of one model at a time, too.
+    with lock:
+        module = convert(model.make())
+        torch.cuda.empty_cache()
     compiled = torch.compile(module, dynamic=False, backend=backend)
     inputs = model.inputs()
 
