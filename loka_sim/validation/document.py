@@ -108,7 +108,7 @@ def dispatch_part(before: WhatIf, after: WhatIf, refinement: Any, rows: pandas.D
     times = unseen_times(after, refinement)
     unseen = decided_unseen(after, times)
     policies = policies_of({"before": before, "after": after})
-    found = regrets(before, measured, {**policies, "cross_validated": unseen})
+    found = regrets(before, measured, {**policies, "cross_validated": unseen}, [after])
     order = ["best", "before", "cross_validated", "after", *list(policies)[2:]]
     by_name = {row["name"]: row for row in found.rows(LABELS)}
     note = "`cross-validated` decides every site by times predicted without its own shapes; `after` knows them"

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from loka_sim import calibration, modelspec, validation
 from loka_sim.cli import main
 from loka_sim.dispatch.candidates import launches
 from loka_sim.dispatch.cost import Time, Times
-from loka_sim.dispatch.decide import flat
+from loka_sim.dispatch.decide import Accuracy, flat
 from loka_sim.errors import DataError, UserError
 from loka_sim.schemas import problem
 from loka_sim.validation import judge, measuring, plan, regret, tensors
@@ -373,8 +374,29 @@ def test_regret_against_a_search_of_its_own(answer):
     assert found.sites == found.of_sites
     assert found.best_us == pytest.approx(best)
     assert found.policies_us["before"] == pytest.approx(mine)
+    # What another answer takes for accurate, too, the best may be: no decision is better than the best.
+    free = loka_sim.whatif("wukong", batch=512, max_mere=1e6)
+    lenient = replace(answer, settings=replace(answer.settings, max_mere=0.02))
+    strict = regret.regrets(lenient, measured, regret.policies_of({"before": answer}))
+    assert strict.best_us > best
+    alike = replace(free, sites=tuple(_with_errors(site, 0.0) for site in free.sites))
+    assert regret.regrets(lenient, measured, policies, [alike]).best_us == pytest.approx(
+        regret.regrets(replace(answer, settings=free.settings), measured, policies).best_us
+    )
     holes = Times({row: time for row, time in measured.of.items() if row.kernel != "torch/quantize_rowwise"})
     assert regret.regrets(answer, holes, policies).sites < found.sites
+
+
+def _with_errors(site, mere):
+    """A site whose every kernel has one error."""
+    passes = {
+        name: replace(
+            decided,
+            candidates=tuple(c if c.accuracy is None else c._replace(accuracy=Accuracy(mere, 0.0)) for c in decided.candidates),
+        )
+        for name, decided in site.passes.items()
+    }
+    return replace(site, passes=passes)
 
 
 def tensor_row(predicted, measured, kernel="torch/fp8_rowwise_fast", which="output", equal=1.0):
