@@ -17,6 +17,13 @@ CUBES = (
     (2048, 256, 128), (2048, 64, 128), (2048, 40, 256), (512, 128, 64), (4096, 32, 64), (1024, 200, 128),
     (2048, 100, 64), (2048, 16, 512), (8192, 27, 128), (64, 512, 512),
 )  # fmt: skip
+# A reduction of these, both ways, is one kernel; none is a zoo model's.
+LARGE_CUBES = (
+    (2048, 128, 96), (1024, 512, 128), (4096, 64, 192), (1536, 320, 64), (3072, 96, 160), (1024, 300, 256), (6144, 48, 128),
+    (512, 768, 96),
+)  # fmt: skip
+SMALL = ((512, 16), (512, 64), (1024, 24), (1024, 128), (3000, 16), (3000, 48), (4096, 40), (6000, 16), (12000, 32))
+"""Matrices of less than a megabyte."""
 Computation = Callable[..., Any]
 Case = tuple[Computation, tuple[Any, ...]]
 
@@ -239,3 +246,17 @@ def families() -> Iterator[tuple[str, list[Case]]]:
     yield "softmax_more", [(_softmax, (_random(*s), pad)) for s, pad in zip(more, pads, strict=True)]
     yield "cast_down", [(_cast, (_random(m, n, dtype=torch.float32),)) for m, n in MATRICES[1::2]]
     yield "cast_up", [(_cast, (_random(m, n),)) for m, n in MATRICES[1::2]]
+    yield "turned_sums_norm_backward_large", [
+        (_turned_sums_norm_backward, tuple(part for pair in zip(cube(*c), cube(*c), strict=True) for part in pair)
+         + (_random(*c), *statistics_of(*c)))
+        for c in LARGE_CUBES
+    ]  # fmt: skip
+    yield "norm_turned_large", [(_norm_turned, (*cube(*c), _random(c[2]), _random(c[2]))) for c in LARGE_CUBES]
+    for terms in (1, 2):
+        yield f"small_sum{terms}", [(_sum, tuple(_random(m, n) for _ in range(terms))) for m, n in SMALL]
+    yield "small_mask_and_sum", [(_mask_and_sum, (_random(m, n), _random(m, n))) for m, n in SMALL]
+    yield "small_lookup", [(_looked_up, (uniform(m, 4000).unsqueeze(1), _random(4000, n))) for m, n in SMALL]
+    yield (
+        "table_gradient_small",
+        [(_table_gradient, (_random(m, n), uniform(m, rows), rows)) for m, n in SMALL for rows in (600, 5000)],
+    )

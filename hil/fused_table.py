@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas
 
-from hil.fused_families import CUBES, MATRICES
+from hil.fused_families import CUBES, LARGE_CUBES, MATRICES
 from hil.quantized_families import SIZES
 from perfmodel.fused import instructions_of
 
@@ -48,7 +48,7 @@ def _entry(
 ) -> dict[str, Any] | None:
     """Kind and bytes of a kernel; None of one that is a stage of a reduction."""
     entry = {"kind": "pointwise", "read_bytes": read_bytes, "written_bytes": written_bytes, "unordered_bytes": 0, "uneven": False}
-    if family in TURNED:
+    if family.removesuffix("_large") in TURNED:
         return _turned_entry(family, kept, reduced, entry)
     if family.startswith(("tensorwise_", "rowwise_")):
         return _quantized_entry(family, kept, reduced, entry, tiled)
@@ -57,7 +57,7 @@ def _entry(
     if reduced > 1:
         uneven = family in ("softmax", "softmax_more")
         return {**entry, "kind": "row", "uneven": uneven} if family == "norm" or family.startswith("softmax") else None
-    if family.startswith("lookup"):
+    if family.startswith(("lookup", "small_lookup")):
         return {**entry, "kind": "gather", "read_bytes": written_bytes}
     if family == "pick":
         return {**entry, "kind": "gather", "read_bytes": 2 * kept}
@@ -84,9 +84,11 @@ TURNED = {
 
 
 def _turned_entry(family: str, kept: int, reduced: int, entry: dict[str, Any]) -> dict[str, Any] | None:
-    cube = next(((b * t, d) for b, t, d in CUBES if kept * reduced == b * t * d), None)
+    cubes = LARGE_CUBES if family.endswith("_large") else CUBES
+    cube = next(((b * t, d) for b, t, d in cubes if kept * reduced == b * t * d), None)
     if cube is None:
         return None
+    family = family.removesuffix("_large")
     entry = {**entry, "unordered_bytes": TURNED[family] * kept * reduced}
     if reduced == 1:
         return entry

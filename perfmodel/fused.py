@@ -80,7 +80,8 @@ def features(rows: pd.DataFrame, hardware: HardwareSpec) -> tuple[list[str], Arr
         "log2_computing": np.log2(_computing_us(rows, hardware) * hardware.copy_bandwidth_tbs * 1e6 / moved + 1e-3),
         **{name: (kind == name).astype(np.float64) for name in KINDS},
     }
-    return list(columns), np.stack(list(columns.values()), axis=1)
+    # Rounded, so that no tree splits between kernels that are alike: a vector more or less is no other kernel.
+    return list(columns), np.round(np.stack(list(columns.values()), axis=1), 2)
 
 
 @dataclass(frozen=True)
