@@ -166,21 +166,25 @@ class Validation:
             return nullcontext()
         return measuring.Sweeps(self.timings, self._known())
 
-    def _sampled(self, seconds: float) -> list[dict[str, Any]]:
+    def _sampled(self, seconds: float) -> dict[str, Any]:
         """Bit for bit on sampled distributions, every recipe in turn; at least once each."""
         target = self.folder / "stages"
         arguments = ["--out", str(target), "--until", f"{time.time() + seconds:.2f}", "--seed", str(self.request.seed + 1)]
         arguments += ["--lock", str(self.timings / measuring.LOCK)]
         arguments += ["--kernels", "torch/*", "triton*", *(f"{library}/*" for library in self.request.libraries)]
+        (target / "exactness.json").unlink(missing_ok=True)
+        # 1: some outputs are unequal, or it failed; then it left no result.
         measuring.run("hil.exactness", arguments, accept=(0, 1))
-        rows = (read_json(target / "exactness.json") or {}).get("rows", [])
-        return [
+        found = read_json(target / "exactness.json")
+        rows = [
             {
                 "kernel": row["kernel"], "gemms": row["shapes"], "outputs": row["outputs"], "unequal": row["unequal"],
                 "bit_equal": 1 - row["unequal"] / row["outputs"],
             }
-            for row in rows
+            for row in (found or {"rows": []})["rows"]
         ]  # fmt: skip
+        note = None if found else "python -m hil.exactness failed; its last lines say why"
+        return {"rows": rows, "note": note, "complete": bool(found)}
 
     def _observe(self, model: Runnable) -> Observed | str:
         """Tensors of the model's own, or why there are none; on the CPU."""
@@ -213,12 +217,12 @@ class Validation:
         note = f"{observed.origin}; {seen} of {len(observed.tensors)} sites"
         return {"rows": rows, "note": note, "complete": seen == len(observed.tensors)}
 
-    def _numerics(self, sampled: list[dict[str, Any]] | None, tensors: dict[str, Any] | None) -> dict[str, Any]:
+    def _numerics(self, sampled: dict[str, Any] | None, tensors: dict[str, Any] | None) -> dict[str, Any]:
         from loka_sim.validation.tensors import summary
 
         rows = tensors["rows"] if tensors else []
         note = tensors["note"] if tensors else "none of the model's own tensors"
-        return {"sampled": sampled or [], "tensors": rows, "summary": summary(rows), "note": note}
+        return {"sampled": sampled["rows"] if sampled else [], "tensors": rows, "summary": summary(rows), "note": note}
 
     def _gemms(self, sweeps: measuring.Sweeps, seconds: float) -> dict[str, Any]:
         """Measure the model's GEMMs."""

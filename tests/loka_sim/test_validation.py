@@ -311,6 +311,20 @@ def test_a_validation_without_time_says_what_it_cut(spec_file, tmp_path, monkeyp
     assert machine.asked == ["model", "fresh"] and all(stage["complete"] for stage in document["stages"])
 
 
+def test_numerics_that_failed_are_said_to_have(spec_file, tmp_path, monkeypatch):
+    machine = on(MadeUp(), monkeypatch)
+    (tmp_path / "run" / "stages").mkdir(parents=True)
+    monkeypatch.setattr(validation.Validation, "_claim", lambda *_: None)
+    # Of an earlier run; this one leaves none.
+    (tmp_path / "run" / "stages" / "exactness.json").write_text('{"rows": [{"kernel": "torch/bf16"}]}')
+    monkeypatch.setattr(measuring, "run", lambda *_, **__: 1)
+    document = loka_sim.validate(spec_file, out=tmp_path / "run", batch=512, minutes=2)
+    stage = next(stage for stage in document["stages"] if stage["name"] == "numerics, sampled")
+    assert not stage["complete"] and stage["note"].startswith("python -m hil.exactness failed")
+    assert document["numerics"]["sampled"] == [] and machine.asked == ["model", "model", "model", "fresh"]
+    assert {entry["name"]: entry["ok"] for entry in document["tolerances"]}["bit_equal"] is None
+
+
 def test_killed_in_the_middle_it_goes_on_where_it_was(validated, spec_file, tmp_path, monkeypatch):
     folder = tmp_path / "killed"
     first = on(MadeUp(stop_at=4), monkeypatch)
