@@ -32,10 +32,10 @@ def _model(name: str, cls: Callable[..., nn.Module], config: Any) -> tuple[nn.Mo
     rows = tuple(min(rows, TABLE_ROWS) for rows in config.rows)
     sequence = {"sequence_rows": TABLE_ROWS, "sequence_length": config.sequence_length} if name == "interformer" else {}
     shape = InputShape(rows=rows, **sequence)
-    device = torch.get_default_device()
-    return cls(config, shape, LayerFactory(())), zoo.example_inputs(
-        f"{name}-production", BATCHES[name], device=device, shape=shape
-    )
+    device = torch.device("meta" if torch.get_default_device().type == "meta" else "cpu")
+    with device:  # a GPU takes no random numbers from the host's generator
+        inputs = zoo.example_inputs(f"{name}-production", BATCHES[name], device, shape=shape)
+    return cls(config, shape, LayerFactory(())), inputs
 
 
 def dlrm() -> tuple[nn.Module, tuple[Tensor, ...]]:
