@@ -122,8 +122,17 @@ def _numerics(numerics: Record | None) -> Record | None:
             (entry["kernel"], *(f"{entry[key]:,}" for key in ("gemms", "outputs", "unequal")), say.share(entry["bit_equal"]))
             for entry in numerics["sampled"]
         ],
+        "unequal": any(entry["unequal"] for entry in numerics["sampled"]),
+        "sampled_said": _sampled(numerics["sampled"]),
         "note": numerics["note"],
     }  # fmt: skip
+
+
+def _sampled(entries: list[Record]) -> str:
+    """What was compared on sampled distributions, in a sentence."""
+    unequal, outputs = (sum(entry[key] for entry in entries) for key in ("unequal", "outputs"))
+    kinds = f"{len(entries)} kind{'' if len(entries) == 1 else 's'} of GEMM on sampled distributions"
+    return f"{kinds}: {f'{unequal:,} of ' if unequal else 'none of '}{outputs:,} outputs differ from the emulator's"
 
 
 def _db(value: float | None) -> str:
@@ -177,7 +186,9 @@ def _value(value: object) -> str:
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:,.10g}" if isinstance(value, (int, float)) else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.10g}" if isinstance(value, float) else str(value)
 
 
 def _stages(document: Record) -> list[Record]:

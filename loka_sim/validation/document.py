@@ -111,7 +111,7 @@ def dispatch_part(before: WhatIf, after: WhatIf, refinement: Any, rows: pandas.D
     found = regrets(before, measured, {**policies, "cross_validated": unseen}, [after])
     order = ["best", "before", "cross_validated", "after", *list(policies)[2:]]
     by_name = {row["name"]: row for row in found.rows(LABELS)}
-    note = "`cross-validated` decides every site by times predicted without its own shapes; `after` knows them"
+    note = "cross-validated: every site decided by times predicted without its own shapes; after: by those measured"
     return {
         "sites": found.sites, "of_sites": found.of_sites, "passes": found.passes,
         "policies": [by_name[name] for name in order if name in by_name],

@@ -639,6 +639,17 @@ def test_rows_are_named_where_a_tolerance_is_missed_alone():
         assert (f"offender of {entry['label']}" in words) == (entry["ok"] is False)
 
 
+def test_what_was_sampled_is_told_in_a_sentence_and_shown_where_something_differs():
+    document = make_document()
+    page = render_validation(document)
+    every = sum(entry["outputs"] for entry in document["numerics"]["sampled"])
+    assert f"3 kinds of GEMM on sampled distributions: 12 of {every:,} outputs differ" in page and "<details open>" in page
+    for entry in document["numerics"]["sampled"]:
+        entry |= {"unequal": 0, "bit_equal": 1.0}
+    page = render_validation(document)
+    assert f"none of {every:,} outputs differ" in page.replace("&#39;", "'") and "<details open>" not in page
+
+
 def test_two_thousand_measurements_in_time_and_size():
     document = make_document(2, layers=40, count=200)
     render_validation(document)
