@@ -18,7 +18,7 @@ Layers = list[tuple[Array, Array]]
 
 WIDTH = 128
 HIDDEN = 3
-EPOCHS = 30
+EPOCHS = 20
 BATCH = 512
 RATE = 3e-3
 DECAY = 1e-2
