@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import types
+from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
@@ -105,3 +107,11 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUpTimes:
     times = MadeUpTimes()
     monkeypatch.setattr(perfmodel, "load", lambda hardware="h200", calibration=None: times)
     return times
+
+
+@pytest.fixture(scope="module")
+def gemms_alone() -> Iterator[None]:
+    """Captures leave out the kernels beside the GEMMs: nine tenths of a capture's time, and no concern of tests of sites."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("loka_sim.capture"), "_fused", lambda *_: ([], (), "left out"))
+        yield

@@ -15,6 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from loka_sim.capture import capture
 from loka_sim.modelspec import PASSES, Dim
 
+pytestmark = pytest.mark.usefixtures("gemms_alone")
+
 
 class Checkpointed(nn.Module):
     def __init__(self, reentrant, twice=False):

@@ -11,6 +11,8 @@ from loka_sim.capture import capture
 from loka_sim.errors import UserError
 from loka_sim.modelspec import PASSES
 
+pytestmark = pytest.mark.usefixtures("gemms_alone")
+
 
 class Inner(nn.Module):
     def __init__(self, run):

@@ -2,6 +2,7 @@
 
 import warnings
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
@@ -12,6 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from loka_sim.capture import capture
 from loka_sim.modelspec import PASSES
+
+pytestmark = pytest.mark.usefixtures("gemms_alone")
 
 BATCH, WIDTH = 8, 8
 STEPS = (

@@ -8,6 +8,8 @@ from torch.utils.checkpoint import checkpoint
 from loka_sim.capture import capture
 from loka_sim.modelspec import ModelSpec
 
+pytestmark = pytest.mark.usefixtures("gemms_alone")
+
 
 class TwoTowers(nn.Module):
     """A dense tower, a bag of rows, a product of both, a head; the head may be checkpointed."""

@@ -18,6 +18,8 @@ from loka_sim.errors import DataError, UserError
 from loka_sim.zoo import build, example_inputs
 from perfmodel.kernels import KERNELS
 
+pytestmark = pytest.mark.usefixtures("gemms_alone")
+
 BF16, BLOCK = "torch/bf16", "torch/fp8_block128"
 EXPRESSIBLE = (*(k for k, spec in KERNELS.items() if k.startswith("torch/fp8_") and k != BLOCK and spec.kind == "gemm"), BF16)
 PASSES = ("output", "grad_input", "grad_weight")

@@ -9,6 +9,8 @@ from loka_sim.capture import capture
 from loka_sim.errors import UserError
 from loka_sim.mods import MODS, apply_to_spec, parse_mods, prediction_site
 
+pytestmark = pytest.mark.usefixtures("gemms_alone")
+
 CASES = [(model, mods) for model in zoo.MODELS for mods in (("no_bias",), ("blocknorm",), ("hardswish",), MODS)]
 
 

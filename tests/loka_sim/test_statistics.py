@@ -18,6 +18,8 @@ from loka_sim.statistics import ROLES, SiteStatistics, Statistics
 from numerics.collect import StatisticsAccumulator
 from numerics.gradient import GradientSignal
 
+pytestmark = pytest.mark.usefixtures("gemms_alone")
+
 NAMES = [f"{model}-small{mods}" for model in zoo.MODELS for mods in ("", "+mods")]
 
 
