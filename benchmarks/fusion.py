@@ -1,11 +1,14 @@
 """The kernels that a capture finds beside those that torch.compile makes for an H200, on a machine without a GPU.
 
     python benchmarks/fusion.py dlrm-production dcnv2-production wukong-small --batch 2048
+    python benchmarks/fusion.py dcnv2-production --batch 8192 --variant naive_tensorwise
 
 torch.compile lowers, fuses and writes its Triton kernels for CUDA tensors that have no data; nothing is run, so that no GPU
 is needed. Its own account of their bytes stands beside the capture's, in total and per kind of kernel. Both see the same
 graphs (tables cut to 10,000 rows, their gradients dense). Where a kernel picks scattered elements the capture counts the
-32-byte sectors that the GPU fetches, torch.compile the elements: gradients of looked-up rows in Wukong and DLRM.
+32-byte sectors that the GPU fetches, torch.compile the elements: gradients of looked-up rows in Wukong and DLRM. With a
+variant, torch.compile's are those of the model as torchao converts it, the capture's those of the shipped specification's loops
+with these GEMMs in FP8.
 Reaches into private interfaces: written for torch 2.13.
 """
 
@@ -31,10 +34,18 @@ from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hil.compiled import Kernel, recorded
+from loka_sim import step_loops
 from loka_sim.capture import trace
 from loka_sim.capture.lowering import lower
-from loka_sim.fusion import kernels, measured
+from loka_sim.dispatch.baselines import BASELINES
+from loka_sim.dispatch.candidates import SiteShape, operand_makers
+from loka_sim.fp8_step import taken
+from loka_sim.fusion import RawGroup, kernels, measured
+from loka_sim.loops import Lowered
+from loka_sim.quantized_loops import quantized
+from loka_sim.resolve import resolve_model as zoo_spec
 from loka_sim.validation.runnable import TABLE_ROWS
+from loka_sim.validation.step_time import converted_by_torchao
 from loka_sim.zoo import build, example_inputs, input_shape
 
 
@@ -136,8 +147,8 @@ def kind_of(name: str, kernel: Kernel) -> str:
     return "reduction"
 
 
-def graphs_of(name: str, batch: int) -> dict[str, torch.fx.GraphModule]:
-    """A zoo model's forward and backward as the capture traces them, with tables that fit."""
+def graphs_of(name: str, batch: int, variant: str) -> dict[str, torch.fx.GraphModule]:
+    """A zoo model's forward and backward as the capture traces them, with tables that fit, in bf16 or as torchao converts it."""
     shape = input_shape(name)
     fewer: dict[str, Any] = {"rows": tuple(min(rows, TABLE_ROWS) for rows in shape.rows)}
     if shape.sequence_rows:
@@ -147,24 +158,42 @@ def graphs_of(name: str, batch: int) -> dict[str, torch.fx.GraphModule]:
 
     def keep(graph: torch.fx.Graph) -> Any:
         graphs.append(copy.deepcopy(graph.owning_module))
-        return lower(graph)
+        return Lowered()
 
+    model = build(name, shape=shape)
+    if variant != "bf16":
+        model = converted_by_torchao(variant)(model.bfloat16())
     with mock.patch.object(trace, "lower", keep), mock.patch.object(trace, "_marked_tables", lambda model: model):
-        trace.traced(build(name, shape=shape), example_inputs(name, batch, shape=shape), None, batch, batch, 0)
+        trace.traced(model, example_inputs(name, batch, shape=shape), None, batch, batch, 0)
     return dict(zip(("forward", "backward"), graphs, strict=True))
 
 
-def compared(name: str, batch: int) -> dict[str, Any]:
+def captured(name: str, batch: int, variant: str, graphs: dict[str, torch.fx.GraphModule]) -> list[RawGroup]:
+    """Our own kernels: of the same graphs, or of the specification's loops converted."""
+    if variant == "bf16":
+        lowered = {phase: lower(graph.graph) for phase, graph in graphs.items()}
+    else:
+        spec = zoo_spec(name).at_batch(batch)
+        baseline = next(baseline for baseline in BASELINES if baseline.name == variant)
+        assigned = {}
+        for site in spec.sites:
+            shape = SiteShape.of(site, batch)
+            assignment = baseline.assignment(site, shape)
+            passes = taken(shape, assignment, operand_makers(shape, assignment))
+            assigned |= {(site.name, which): operands for which, operands in passes.items()}
+        lowered = step_loops.phases(quantized(step_loops.read(spec.loops, batch), assigned))
+    return [group for graph in lowered.values() for group in measured(graph, kernels(graph))]
+
+
+def compared(name: str, batch: int, variant: str = "bf16") -> dict[str, Any]:
     """Kernels and bytes of one model, by the capture and by torch.compile."""
-    graphs = graphs_of(name, batch)
+    graphs = graphs_of(name, batch, variant)
     own_bytes: Counter[str] = Counter()
     own_number: Counter[str] = Counter()
-    for graph in graphs.values():
-        lowered = lower(graph.graph)
-        for group in measured(lowered, kernels(lowered)):
-            kind = {"row": "reduction", "column": "reduction", "both": "reduction", "fill": "fill"}.get(group.kind, "pointwise")
-            own_bytes[kind] += group.read_bytes + group.written_bytes
-            own_number[kind] += 1
+    for group in captured(name, batch, variant, graphs):
+        kind = {"row": "reduction", "column": "reduction", "both": "reduction", "fill": "fill"}.get(group.kind, "pointwise")
+        own_bytes[kind] += group.read_bytes + group.written_bytes
+        own_number[kind] += 1
     their_bytes: Counter[str] = Counter()
     their_number: Counter[str] = Counter()
     theirs = by_torch_compile(graphs)
@@ -176,6 +205,7 @@ def compared(name: str, batch: int) -> dict[str, Any]:
     return {
         "model": name,
         "batch": batch,
+        "variant": variant,
         "torch": torch.__version__,
         "capture": {"kernels": dict(own_number), "bytes": dict(own_bytes)},
         "torch_compile": {"kernels": dict(their_number), "bytes": dict(their_bytes)},
@@ -191,6 +221,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("models", nargs="+")
     parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--variant", default="bf16", help="bf16, naive_tensorwise, filter_tensorwise, ... (needs torchao)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -198,7 +229,7 @@ def main() -> int:
     rows = []
     print(f"{'model':24s} {'kernels':>8s} {'compile':>8s} {'MB':>10s} {'compile':>10s} {'off':>7s}")
     for name in options.models:
-        row = compared(name, options.batch)
+        row = compared(name, options.batch, options.variant)
         rows.append(row)
         own, theirs = (row[who] for who in ("capture", "torch_compile"))
         sizes = [sum(side["bytes"].values()) / 1e6 for side in (own, theirs)]
