@@ -266,7 +266,7 @@ def _unpack(arrays: dict[str, np.ndarray], manifest: dict[str, Any], folder: Pat
                     start, position[kind] = position[kind], position[kind] + int(np.prod(shape))
                     record[kind] = joined[start : position[kind]].reshape(shape)
                 records[name, role] = TensorStatistics.from_arrays(record)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise DataError(f"{folder / ARRAYS} does not fit its manifest ({error}); {mend}") from None
     for kind, joined in arrays.items():
         if position[kind] != joined.size:

@@ -120,6 +120,12 @@ def damage_gradient(folder, value):
     damage_manifest(folder, sites=sites)
 
 
+def damage_rank(folder, value):
+    sites = json.loads((folder / statistics.MANIFEST).read_text())["sites"]
+    sites["top.0"]["activation"]["rank"] = value
+    damage_manifest(folder, sites=sites)
+
+
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
@@ -135,6 +141,9 @@ def damage_gradient(folder, value):
         (lambda f: damage_manifest(f, sites={"top.0": {}}), r"does not fit its manifest"),
         (lambda f: damage_manifest(f, sites={}), r"does not fit its manifest"),
         (lambda f: damage_manifest(f, layout={}), r"does not fit its manifest"),
+        (lambda f: damage_rank(f, -2), r"does not fit its manifest"),
+        (lambda f: damage_rank(f, float("inf")), r"does not fit its manifest"),
+        (lambda f: damage_rank(f, 1e300), r"does not fit its manifest"),
         (lambda f: damage_gradient(f, {"linear": 1.0}), r"gradient of top.0 is damaged .*; collect the statistics again"),
         (lambda f: damage_gradient(f, {"independent": -1, "linear": 1, "quadratic": 0}), r"gradient of top.0 is damaged"),
         (lambda f: damage_gradient(f, 3), r"gradient of top.0 is damaged"),
