@@ -334,7 +334,7 @@ def test_predict_is_fast_and_keeps_order(base, refinement):
     generator = np.random.default_rng(0)
     names = [name for name in base.manifest["kernels"] if name in perfmodel.GEMM_KERNELS]
     frame = pd.DataFrame({
-        "kernel": generator.choice(names, 36_000), "m": 64 * generator.integers(4, 1000, 36_000),
+        "kernel": generator.choice(names, 36_000), "m": 128 * generator.integers(2, 500, 36_000),
         "n": 128 * generator.integers(1, 25, 36_000), "k": 128 * generator.integers(1, 25, 36_000),
     })  # fmt: skip
     refinement.model.predict(frame.head(100)), base.predict(frame.head(100))
