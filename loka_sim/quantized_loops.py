@@ -42,6 +42,11 @@ class Taken(NamedTuple):
     rows: int
     columns: int
 
+    @property
+    def across(self) -> bool:
+        """Its scales are those of the tensor's columns."""
+        return self.turned and self.scaling == "rowwise"
+
 
 Assigned = Mapping[tuple[str, str], Mapping[str, Taken]]
 """By site and pass: x, w or g, and how it is taken."""
@@ -101,8 +106,12 @@ class _Quantized:
             for name, how in taken.items():
                 if name in loop.operands:
                     result += self._made(loop, loop.operands[name], how, inside, made)
-                    buffer = made[(*loop.operands[name][:2], how.scaling, how.turned, loop.backward)]
-                    reads[buffer, ""] = Access(self.sizes[buffer], False)
+                    place = loop.operands[name][:2]
+                    for buffer in (
+                        made[(*place, how.scaling, how.turned, loop.backward)],
+                        made[(*place, how.scaling, how.across)],
+                    ):
+                        reads[buffer, ""] = Access(self.sizes[buffer], False)
             result.append(replace(loop, reads=reads))
         return Lowered(result, self.sizes, self.step.outputs)
 
@@ -174,29 +183,28 @@ class _Quantized:
         reads = {(buffer, part): whole} if maker is None else self._part(maker, buffer, part, whole)
         operators = frozenset() if maker is None else maker.operators
         # One scale serves both readings, and the backward those of the forward.
-        across = how.turned and how.scaling == "rowwise"
-        scale = (buffer, part, how.scaling, across)
+        scale = (buffer, part, how.scaling, how.across)
         if scale not in made:
-            for loop in self._magnitudes(reads, operators, elements, how, across, gemm.backward):
+            for loop in self._magnitudes(reads, operators, elements, how, gemm.backward):
                 yield loop
                 (made[scale],) = loop.writes
         turned = {at: replace(read, turned=ACROSS) if how.turned and read.whole else read for at, read in reads.items()}
         made[key] = self._buffer(elements)
-        along = how.scaling != "tensorwise" and not across  # a scale for what lies side by side: there when its turn comes
+        along = how.scaling != "tensorwise" and not how.across  # a scale for what lies side by side: there when its turn comes
         sources = {**turned, (made[scale], ""): Access(self.sizes[made[scale]], along)}
         yield Scheduled(
             "cast", "pointwise", (elements, 1), sources, {made[key]: elements}, operators=operators | CAST, backward=gemm.backward
         )
 
     def _magnitudes(
-        self, reads: Reads, operators: frozenset[str], elements: int, how: Taken, across: bool, backward: bool
+        self, reads: Reads, operators: frozenset[str], elements: int, how: Taken, backward: bool
     ) -> Iterator[Scheduled]:
         def reduction(kind: str, kept: int, uneven: bool = False, flat: bool = False) -> Scheduled:
             space, writes = (kept, max(elements // kept, 1)), {self._buffer(4 * kept): 4 * kept}
             return Scheduled("amax", kind, space, reads, writes, False, uneven, operators | MAGNITUDES, backward, flat=flat)
 
         if how.scaling == "rowwise":
-            yield reduction("column" if across else "row", how.columns if across else how.rows)
+            yield reduction("column" if how.across else "row", how.columns if how.across else how.rows)
         elif how.scaling == "block128x128":
             yield reduction("row", max(elements // BLOCK**2, 1), uneven=True)
         elif how.scaling.startswith("block1x128"):

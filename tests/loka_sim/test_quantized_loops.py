@@ -1,0 +1,134 @@
+"""Quantization in a step: against bytes counted by hand, against torch.compile's cuts, and its account of whole models.
+
+`torch_compile_fp8_kernels.json` holds that account for models converted by torchao: of `benchmarks/fusion.py --variant`
+(torch 2.13), and of kernels that ran on an H200 (torch 2.11, `benchmarks/step_profile.py`).
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from loka_sim import modelspec, step_loops
+from loka_sim.capture import capture
+from loka_sim.dispatch.baselines import BASELINES
+from loka_sim.dispatch.candidates import SiteShape, operand_makers
+from loka_sim.errors import UserError
+from loka_sim.fp8_step import fused, taken
+from loka_sim.quantized_loops import Taken, pieces, quantized
+from perfmodel.data_folder import data_folder
+
+REFERENCE = json.loads((Path(__file__).parent / "torch_compile_fp8_kernels.json").read_text())
+B, N = 8192, 512
+BYTES = 2 * B * N
+
+
+@pytest.fixture(scope="module")
+def spec():
+    model = nn.Sequential(nn.Linear(64, N), nn.ReLU(), nn.Linear(N, 256, bias=False))
+    return capture(model, (torch.randn(B, 64),))
+
+
+def assigned(spec, passes, scaling="tensorwise"):
+    """The second layer's passes in FP8."""
+    shape = SiteShape.of(spec.sites[1], B)
+    found = {}
+    for name in passes:
+        found[spec.sites[1].name, name] = {
+            tensor: Taken(scaling, turned, *shape.tensor(tensor)) for tensor, turned in shape.reads(name)
+        }
+    return found
+
+
+def kernels(spec, which):
+    """(phase, kind, iteration space, bytes read, bytes written) of every kernel of the step."""
+    step = step_loops.read(spec.loops, B)
+    return [
+        (k.phase, k.kind, (k.kept.at(B), k.reduced.at(B)), k.read_bytes.at(B), k.written_bytes.at(B))
+        for k in fused(step, which)
+        for _ in range(k.count)
+    ]
+
+
+def test_nothing_assigned_is_bf16(spec):
+    bf16 = [
+        (k.phase, k.kind, (k.kept.at(B), k.reduced.at(B)), k.read_bytes.at(B), k.written_bytes.at(B))
+        for k in spec.fused
+        for _ in range(k.count)
+    ]
+    assert sorted(kernels(spec, {})) == sorted(bf16)
+
+
+def test_an_activation_is_computed_in_the_magnitudes_and_in_the_cast(spec):
+    found = kernels(spec, assigned(spec, ("output", "grad_input", "grad_weight")))
+    forward = [kernel for kernel in found if kernel[0] == "forward" and kernel[3] >= BYTES // 2]
+    # bf16 wrote the activation; now it is read twice, and written in 8 bits.
+    assert forward == [
+        ("forward", "row", (512, 8192), BYTES, 4 * 512),
+        ("forward", "pointwise", (B * N, 1), BYTES + 4, BYTES // 2),
+    ]
+    # The backward reads it again for the weight's gradient, transposed, beside the mask of the activation's gradient.
+    assert any(kernel[0] == "backward" and kernel[4] >= BYTES // 2 for kernel in found)
+
+
+def test_a_bf16_pass_keeps_the_activation_written(spec):
+    found = kernels(spec, assigned(spec, ("output",)))
+    assert sum(written for phase, _, _, _, written in found if phase == "forward") >= BYTES + BYTES // 2
+
+
+def test_rowwise_magnitudes_and_cast_are_one_kernel(spec):
+    found = kernels(spec, assigned(spec, ("output", "grad_input", "grad_weight"), "rowwise"))
+    assert ("forward", "row", (B, N), BYTES, BYTES // 2 + 4 * B) in found
+
+
+def test_what_another_library_quantizes_is_written_for_it(spec):
+    """torch quantizes the weight alone: the activation stays as in bf16."""
+    only = {key: {"w": operands["w"]} for key, operands in assigned(spec, ("output",)).items()}
+    step = quantized(step_loops.read(spec.loops, B), only)
+    (gemm,) = [loop for loop in step.scheduled if loop.site == (spec.sites[1].name, "output")]
+    reads = {access.read_bytes for access in gemm.reads.values()}
+    assert reads == {BYTES, 256 * N, 4}  # and the weight's scale
+
+
+def test_every_gemm_of_the_step_is_a_pass_of_a_site(spec):
+    named = [loop.site for loop in step_loops.read(spec.loops, B).scheduled if loop.kind == "gemm"]
+    assert sorted(named) == sorted((site.name, name) for site in spec.sites for name in site.passes)
+
+
+@pytest.mark.parametrize(
+    ("elements", "parts"),
+    [
+        (8192, 1), (1_769_472, 216), (2_097_152, 256), (3_538_944, 432), (4_194_304, 512), (8_388_608, 1024),
+        (28_311_552, 512), (33_554_432, 512), (50_331_648, 512), (67_108_864, 512), (268_435_456, 2048),
+    ],
+)  # fmt: skip
+def test_reductions_are_cut_as_on_an_h200(elements, parts):
+    assert pieces(elements) == parts
+
+
+@pytest.mark.parametrize(
+    "line", ["forward", "forward row 1 x | add | 1:2:w | 2:4", "forward gemm 0 0 | mm |  | 1:2 | x=1:2 | none s"]
+)
+def test_a_damaged_loop_is_named(line):
+    with pytest.raises(UserError, match=r"loops\[0\].*capture the model again"):
+        step_loops.read((line,), 1)
+
+
+@pytest.mark.parametrize("reference", REFERENCE, ids=lambda row: f"{row['model']}, {row['variant']}, torch {row['torch'][:4]}")
+def test_kernels_and_bytes_are_those_of_a_converted_model(reference):
+    batch = reference["batch"]
+    spec = modelspec.load(data_folder() / "specs" / f"{reference['model']}.json").at_batch(batch)
+    baseline = next(b for b in BASELINES if b.name == reference["variant"])
+    every = {}
+    for site in spec.sites:
+        shape = SiteShape.of(site, batch)
+        assignment = baseline.assignment(site, shape)
+        found = taken(shape, assignment, operand_makers(shape, assignment))
+        every |= {(site.name, name): operands for name, operands in found.items()}
+    own = [kernel for kernel in fused(step_loops.read(spec.loops, batch), every) if kernel.kind != "scatter"]
+    moved = sum(k.count * (k.read_bytes.at(batch) + k.written_bytes.at(batch)) for k in own)
+    assert moved == pytest.approx(reference["but_gradients_of_tables"]["bytes"], rel=0.15)
+    launches = sum(k.count * (2 if k.kind == "column" else 1) for k in own)
+    assert launches == pytest.approx(reference["but_gradients_of_tables"]["kernels"], rel=0.25)
