@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -168,6 +169,25 @@ def by_kind(found: Iterable[Other], phases: Sequence[str] = (FORWARD, BACKWARD))
     return {kind: Time(*total.tolist()) for kind, total in sums.items()}
 
 
+@lru_cache(maxsize=4)
+def _times(hardware: HardwareSpec) -> FusedModel | None:
+    """Times of memory-bound kernels on a GPU; None where none of its kind was measured.
+
+    A GPU of the user's own has none measured: those of a shipped one of its kind, with its own ceilings.
+    """
+    from perfmodel import fused
+    from perfmodel import hardware as hardware_module
+
+    shipped = {name: hardware_module.load(name) for name in hardware_module.available()}
+    name = next((n for n, known in shipped.items() if n == hardware.name or known.capability == hardware.capability), None)
+    if name is None:
+        return None
+    try:
+        return replace(fused.load(name), hardware=hardware)
+    except FileNotFoundError:
+        return None
+
+
 def of_step(
     spec: ModelSpec, hardware: HardwareSpec, optimizer: str = "adamw", kernels: Sequence[Fused] | None = None
 ) -> tuple[Other, ...]:
@@ -179,19 +199,10 @@ def of_step(
         optimizer: Of the dense parameters and of the tables' rows: a key of `perfmodel.optimizers.OPTIMIZERS`.
         kernels: Of the forward and backward; None for the specification's, in bf16.
     """
-    from perfmodel import fused
-    from perfmodel import hardware as hardware_module
-
     if not spec.fused:
         return ()
-    # A GPU of the user's own has none measured: those of a shipped one of its kind, with its own ceilings.
-    shipped = {name: hardware_module.load(name) for name in hardware_module.available()}
-    name = next((n for n, known in shipped.items() if n == hardware.name or known.capability == hardware.capability), None)
-    if name is None:
-        return ()
-    try:
-        model = replace(fused.load(name), hardware=hardware)
-    except FileNotFoundError:
+    model = _times(hardware)
+    if model is None:
         return ()
     every = [*(spec.fused if kernels is None else kernels), *table_update(spec.tables, spec.batch, optimizer)]
     adds = any(kernel.kind == "scatter" for kernel in spec.fused)

@@ -65,13 +65,13 @@ def _launches(sizes: Iterable[int], most: int) -> Iterator[tuple[int, int]]:
     blocks = tensors = elements = largest = 0
     for size in sizes:
         tensors += 1
-        for chunk in range(math.ceil(size / CHUNK)):
-            part = min(CHUNK, size - chunk * CHUNK)
-            blocks, elements, largest = blocks + 1, elements + part, max(largest, part)
-            last = (chunk + 1) * CHUNK >= size
-            if blocks == BLOCKS or (last and tensors == most):
+        while size:
+            part = min(size, (BLOCKS - blocks) * CHUNK)
+            blocks, elements, largest = blocks + math.ceil(part / CHUNK), elements + part, max(largest, min(part, CHUNK))
+            size -= part
+            if blocks == BLOCKS or (not size and tensors == most):
                 yield largest, elements
                 blocks = elements = largest = 0
-                tensors = 0 if last else 1
+                tensors = 1 if size else 0
     if blocks:
         yield largest, elements
