@@ -170,20 +170,15 @@ def by_kind(found: Iterable[Other], phases: Sequence[str] = (FORWARD, BACKWARD))
 
 
 @lru_cache(maxsize=4)
-def _times(hardware: HardwareSpec) -> FusedModel | None:
-    """Times of memory-bound kernels on a GPU; None where none of its kind was measured.
-
-    A GPU of the user's own has none measured: those of a shipped one of its kind, with its own ceilings.
-    """
+def _times(name: str, capability: tuple[int, ...]) -> FusedModel | None:
+    """Times of memory-bound kernels on a GPU, or on a shipped one of its kind: one of the user's own has none measured."""
     from perfmodel import fused
     from perfmodel import hardware as hardware_module
 
-    shipped = {name: hardware_module.load(name) for name in hardware_module.available()}
-    name = next((n for n, known in shipped.items() if n == hardware.name or known.capability == hardware.capability), None)
-    if name is None:
-        return None
+    shipped = {known: hardware_module.load(known).capability for known in hardware_module.available()}
+    like = next((known for known, its in shipped.items() if name == known or its == capability), None)
     try:
-        return replace(fused.load(name), hardware=hardware)
+        return None if like is None else fused.load(like)
     except FileNotFoundError:
         return None
 
@@ -201,9 +196,11 @@ def of_step(
     """
     if not spec.fused:
         return ()
-    model = _times(hardware)
+    model = _times(hardware.name, tuple(hardware.capability))
     if model is None:
         return ()
+    if model.hardware != hardware:
+        model = replace(model, hardware=hardware)  # with its own ceilings
     every = [*(spec.fused if kernels is None else kernels), *table_update(spec.tables, spec.batch, optimizer)]
     adds = any(kernel.kind == "scatter" for kernel in spec.fused)
     found = [*others(every, spec.batch, model), *(conflicts(spec.tables, spec.batch) if adds else [])]

@@ -81,7 +81,8 @@ def features(rows: pd.DataFrame, hardware: HardwareSpec) -> tuple[list[str], Arr
         **{name: (kind == name).astype(np.float64) for name in KINDS},
     }
     # Rounded, so that no tree splits between kernels that are alike: a vector more or less is no other kernel.
-    return list(columns), np.round(np.stack(list(columns.values()), axis=1), 2)
+    matrix: Array = np.stack(list(columns.values()), axis=1)
+    return list(columns), np.asarray(np.round(matrix, 2), dtype=np.float64)
 
 
 @dataclass(frozen=True)
