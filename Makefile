@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 MODEL ?= wukong
+# Processes that share the tests: one a core, up to 2 GB of memory each.
+JOBS ?= 2
 
 .PHONY: whatif test check lint wheel-test clean
 .DEFAULT_GOAL := whatif
@@ -24,8 +26,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 whatif: $(VENV)/.installed
 	$(BIN)/loka-sim whatif $(MODEL)
 
+# A file's tests share what they set up, so that one process runs them all; and each process computes in one thread.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
