@@ -164,7 +164,8 @@ def test_measured_steps_lie_within_a_tenth_of_the_predicted_on_average():
     spec = importlib.util.spec_from_file_location("whole_step_benchmark", path)
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
-    steps = json.loads((data_folder() / "h200" / "step_profiles.json").read_text())["steps"]
+    every = json.loads((data_folder() / "h200" / "step_profiles.json").read_text())["steps"]
+    steps = [step for step in every if ":" not in step["model"]]  # the zoo's; others would have to be captured
     errors, answers = [], {}
     for step in steps:
         found = benchmark.predicted(step["model"], step["batch"], answers)
