@@ -6,8 +6,6 @@ The interpreter must be chosen before triton is imported, so this file runs itse
 import importlib.util
 import itertools
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -28,13 +26,8 @@ BY_NAME = {runner.name: runner for runner in LOKA_QUANTIZE_RUNNERS}
 
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's run")
-def test_in_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "default", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+def test_in_the_interpreter(run_interpreted):
+    run_interpreted(__file__)
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,6 @@ The interpreter must be chosen before triton is imported, so this file runs itse
 import importlib.util
 import itertools
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from unittest import mock
 
@@ -112,13 +110,8 @@ def compare(x, recipe):
 
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's run")
-def test_in_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "default", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+def test_in_the_interpreter(run_interpreted):
+    run_interpreted(__file__)
 
 
 @interpreted
