@@ -51,14 +51,20 @@ class Learned(NamedTuple):
     booster: Any
 
 
-def _data(kernel: str, rows: pd.DataFrame, time_us: Array, hardware: HardwareSpec, net: Network | None) -> Any:
+def _xgboost() -> Any:
+    """The package, with threads that sleep while they wait: on a busy machine spinning ones take ten times as long."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import xgboost
 
+    return xgboost
+
+
+def _data(kernel: str, rows: pd.DataFrame, time_us: Array, hardware: HardwareSpec, net: Network | None) -> Any:
     sizes = columns_of(rows)
     names, matrix = features(kernel, *sizes, hardware)
     names, matrix, smooth = with_network(names, matrix, net)
     target = np.log(time_us / baseline_us(kernel, *sizes, hardware)) - smooth
-    return xgboost.DMatrix(matrix, target, feature_names=names)
+    return _xgboost().DMatrix(matrix, target, feature_names=names)
 
 
 def learn_first(launches: pd.DataFrame | None, hardware: HardwareSpec, kernels: Iterable[str]) -> dict[str, Learned]:
@@ -69,8 +75,6 @@ def learn_first(launches: pd.DataFrame | None, hardware: HardwareSpec, kernels: 
         hardware: The GPU.
         kernels: Which to learn, at most.
     """
-    import xgboost
-
     if launches is None:
         return {}
     number = launches["kernel"].value_counts()
@@ -92,7 +96,7 @@ def learn_first(launches: pd.DataFrame | None, hardware: HardwareSpec, kernels: 
     for kernel, net in networks.items():
         index = np.flatnonzero(launches["kernel"] == kernel)
         data = _data(kernel, launches.iloc[index], time[index], hardware, net)
-        first[kernel] = Learned(net, xgboost.train(FIRST_PARAMETERS, data, FIRST_ROUNDS))
+        first[kernel] = Learned(net, _xgboost().train(FIRST_PARAMETERS, data, FIRST_ROUNDS))
     return first
 
 
@@ -105,13 +109,11 @@ def train(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Learne
         hardware: The GPU.
         first: What `learn_first` learned from other shapes.
     """
-    import xgboost
-
     net, start = first or (None, None)
     alone = PARAMETERS if "gemm" in KERNELS[kernel].kind else MEMORY_PARAMETERS
     parameters = alone if first is None else NEXT_PARAMETERS
     data = _data(kernel, rows, rows["p50_us"].to_numpy(dtype=float), hardware, net)
-    return Learned(net, xgboost.train(parameters, data, ROUNDS if first is None else NEXT_ROUNDS, xgb_model=start))
+    return Learned(net, _xgboost().train(parameters, data, ROUNDS if first is None else NEXT_ROUNDS, xgb_model=start))
 
 
 def measured_range(rows: pd.DataFrame) -> dict[str, list[float]]:
