@@ -20,25 +20,24 @@ from loka_sim.cluster import cluster_of
 from loka_sim.communication import Communication, Parallel, communication
 from loka_sim.dispatch.accuracy import Errors
 from loka_sim.dispatch.around import Around, around
-from loka_sim.dispatch.baselines import BASELINES
-from loka_sim.dispatch.candidates import Row, SiteShape, operand_makers, possible_rows
+from loka_sim.dispatch.candidates import Row, SiteShape, possible_rows
 from loka_sim.dispatch.cost import Times
 from loka_sim.dispatch.decide import Accuracies, Decider, PassDecision, Policy
 from loka_sim.dispatch.operands import DEFAULT_LIBRARIES, Toolbox, parse_libraries
-from loka_sim.dispatch.steps import SiteCost, Step, step
+from loka_sim.dispatch.steps import SiteCost, Step
 from loka_sim.dispatch.torchao_plan import convertible, expressible
 from loka_sim.errors import UserError, expected_of_lower_floors
-from loka_sim.fp8_step import Converted, converted
+from loka_sim.fp8_step import Converted
+from loka_sim.model_steps import model_steps
 from loka_sim.modelspec import ModelSpec, Site
 from loka_sim.sources import Distributions, distributions, model_spec
 from loka_sim.step_plan import DECISION, LAUNCHED, timeline
-from loka_sim.whole_step import Other, by_kind, of_step
+from loka_sim.whole_step import Other, of_step
 from perfmodel.kernels import KERNELS
 from perfmodel.timeline import Timeline
 from perfmodel.topology import Cluster
 
 if TYPE_CHECKING:
-    from perfmodel.hardware import HardwareSpec
     from perfmodel.model import PerfModel
 
 MAX_SIZE = 2**31 - 1
@@ -275,7 +274,7 @@ def whatif(
     )
     costs = [SiteCost(*entry) for entry in zip(shapes, arounds, accuracies, strict=True)]
     others = of_step(spec, timing.hardware)
-    steps, fp8 = _steps(spec, costs, sites, decider, torch, others, timing.hardware)
+    steps, fp8 = model_steps(spec, costs, sites, decider, torch, others, timing.hardware)
     return WhatIf(
         settings, spec, _hardware(timing), known, sites, steps, exchanged, times, decider.toolbox, parallel, others, fp8
     )
@@ -344,55 +343,6 @@ def _decide(
             memo[key] = passes, torchao.decide(shape, found) if beyond and key[2] else None
         decided.append(memo[key])
     return decided, accuracies
-
-
-def _steps(
-    spec: ModelSpec,
-    costs: Sequence[SiteCost],
-    sites: Sequence[SiteDecision],
-    decider: Decider,
-    torch: Toolbox,
-    others: tuple[Other, ...],
-    hardware: HardwareSpec,
-) -> tuple[tuple[Step, ...], Converted | None]:
-    """The steps, and what stands beside the GEMMs of the last, the decision's."""
-    beside = by_kind(others) if others else None
-
-    def made(
-        name: str, label: str, description: str, assignments: Sequence[Mapping[str, str]], toolbox: Toolbox
-    ) -> tuple[Step, Converted | None]:
-        found = None
-        if others:
-            shapes = [cost.shape for cost in costs]
-            makers = [operand_makers(*entry, toolbox) for entry in zip(shapes, assignments, strict=True)]
-            found = converted(spec, hardware, shapes, assignments, makers)
-        inside = [] if found is None else [site.name in found.sites for site in spec.sites]
-        fp8 = None if found is None else found.by_kind
-        times, max_mere = decider.times, decider.policy.max_mere
-        return step(name, label, description, costs, assignments, times, max_mere, toolbox, beside, inside, fp8), found
-
-    steps = [
-        made(
-            baseline.name, baseline.label, baseline.description,
-            [baseline.assignment(site, cost.shape, torch) for site, cost in zip(spec.sites, costs, strict=True)], torch,
-        )[0]
-        for baseline in BASELINES
-    ]  # fmt: skip
-    if any(site.torchao for site in sites):
-        described = "the decision for torchao: among torch's tensorwise and rowwise kernels, linears alone"
-        run = [_in_torchao(site) for site in sites]
-        steps.append(made("torchao", "decision for torchao", described, run, torch)[0])
-    chosen = [{name: entry.kernel for name, entry in site.passes.items()} for site in sites]
-    described = "each pass on its own: fastest accurate kernel where the gain is sure, bf16 elsewhere"
-    decided, fp8 = made("decision", "loka-sim's decision", described, chosen, decider.toolbox)
-    return (*steps, decided), fp8
-
-
-def _in_torchao(site: SiteDecision) -> dict[str, str]:
-    """What torchao runs of a decision."""
-    if not convertible(site.site.name, site.site.op, site.site.weight):
-        return site.shape.bf16()
-    return {name: decided.kernel for name, decided in (site.torchao or site.passes).items()}
 
 
 def _hardware(timing: PerfModel) -> dict[str, Any]:
