@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import loka_sim
 from loka_sim.cli import capture, collect, compare, export, kernels, models, step, validate, whatif
-from loka_sim.errors import LokaSimError, UserError
+from loka_sim.errors import DataError, LokaSimError, UserError
 
 BUG, INTERRUPTED, BROKEN_PIPE = 101, 130, 141
 
@@ -80,16 +80,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except OSError as error:
+        path = str(error.filename)
         if error.errno == errno.ENAMETOOLONG:
-            print(f"loka-sim: {str(error.filename)[:60]}... is longer than a path may be; give a shorter one", file=sys.stderr)
-            return UserError.exit_code
+            return _refused(f"{path[:60]}... is longer than a path may be; give a shorter one")
+        if isinstance(error, PermissionError):
+            return _refused(f"cannot read {path}: {error.strerror}; give a path that you may read", DataError.exit_code)
         if error.errno != errno.ENOSPC:
             return _bug()
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"loka-sim: cannot write the output: {error.strerror}; make room, or write it elsewhere", file=sys.stderr)
-        return UserError.exit_code
+        return _refused(f"cannot write the output: {error.strerror}; make room, or write it elsewhere")
     except Exception:
         return _bug()
+
+
+def _refused(text: str, code: int = UserError.exit_code) -> int:
+    print(f"loka-sim: {text}", file=sys.stderr)
+    return code
 
 
 def _bug() -> int:

@@ -1,5 +1,6 @@
 """The command line: what a user sees, types wrong, and finds in the folder afterwards."""
 
+import errno
 import hashlib
 import json
 import os
@@ -272,6 +273,38 @@ def test_out_is_not_where_one_stands(capsys, made_up, spec_file, tmp_path, monke
 def test_names_that_are_too_long(capsys, argv):
     code, out, err = run(capsys, *argv)
     assert code in (2, 3) and out == "" and err.count("\n") == 1
+
+
+@pytest.fixture
+def closed(tmp_path, monkeypatch):
+    """A folder that nobody may look into: for root, who may all, by what its files answer."""
+    folder = tmp_path / "closed"
+    folder.mkdir()
+    folder.chmod(0)
+    stat = os.stat
+
+    def refuse(path, *arguments, **options):
+        if str(path).startswith(f"{folder}/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    yield folder
+    folder.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("whatif", "dlrm-small", "--statistics", "DIR"), ("whatif", "dlrm-small", "--calibration", "DIR"),
+        ("whatif", "dlrm-small", "--cluster", "DIR"), ("export", "DIR"), ("compare", "DIR", "DIR"),
+        ("step", "dlrm-small", "--table", "DIR"),
+    ],
+)  # fmt: skip
+def test_what_may_not_be_read(capsys, closed, argv):
+    code, out, err = run(capsys, *(str(closed / "inner") if word == "DIR" else word for word in argv))
+    assert code == 3 and out == "" and err.count("\n") == 1
+    assert f"cannot read {closed / 'inner'}: Permission denied; give a path that you may read" in err
 
 
 def test_sizes_beyond_reading(capsys, spec_file, tmp_path):
