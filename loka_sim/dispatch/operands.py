@@ -130,13 +130,21 @@ class Toolbox:
         Raises:
             LookupError: there is none.
         """
-        found = self.ways(takes, readings, height, width)
-        if not found:
-            raise LookupError(f"no quantizer makes {takes} of ({height}, {width})")
-        if len(found) == 1 or self.us is None:
-            return found[0]
-        us = self.us
-        return min(found, key=lambda way: (sum(us(launch.row) for launch in way), way))
+        key = takes, readings, height, width
+        if key not in self._fastest:
+            found = self.ways(*key)
+            if not found:
+                raise LookupError(f"no quantizer makes {takes} of ({height}, {width})")
+            self._fastest[key] = found[0] if len(found) == 1 or self.us is None else min(found, key=self._cost)
+        return self._fastest[key]
+
+    @cached_property
+    def _fastest(self) -> dict[tuple[str, frozenset[bool], int, int], Way]:
+        return {}
+
+    def _cost(self, way: Way) -> tuple[float, Way]:
+        assert self.us is not None
+        return sum([self.us(launch.row) for launch in way]), way
 
 
 TORCH = Toolbox.of(("torch",))

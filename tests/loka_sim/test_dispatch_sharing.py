@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from loka_sim.dispatch.candidates import Row, SiteShape, illegal, launches, legal_fp8, possible_rows, shared_tensors
@@ -148,3 +149,26 @@ def test_possible_rows_covers_every_legal_assignment():
     known = possible_rows(SHAPE)
     for kernels in product(*((BF16, *legal_fp8(SHAPE, name)) for name in SHAPE.names)):
         assert set(flat(launches(SHAPE, dict(zip(SHAPE.names, kernels, strict=True))))) <= known
+
+
+def test_sizes_of_equal_remainders_are_legal_alike():
+    """What is worked out for the least size of a kind holds for every size of it, whatever the kernels and the layout."""
+    rng = np.random.default_rng(5)
+    several = Toolbox.of(("torch", "loka", "fbgemm", "deepgemm"))
+    checked = Counter()
+    for number in range(120):
+        step = (1, 4, 16, 128)[number % 4]
+        m, n, k = (step * int(size) for size in rng.integers(1, 40, 3))
+        groups = 1 if number % 5 else int(rng.integers(2, 2000))
+        passes = (("output", m, n, k, groups), ("grad_input", m, k, n, groups), ("grad_weight", n, k, m, groups))
+        stored = frozenset(tensor for tensor in "xwg" if rng.random() < 0.3)
+        shape = SiteShape(passes, stored)
+        rows = set()
+        for name in shape.names:
+            legal = tuple(kernel for kernel in several.gemms if illegal(shape, name, kernel, several) is None)
+            assert legal_fp8(shape, name, several) == legal
+            checked[len(legal) > 0] += 1
+            for kernel in legal:
+                rows.update(flat(launches(shape, {name: kernel}, several)))
+        assert rows <= possible_rows(shape, several)
+    assert min(checked[True], checked[False]) > 50
