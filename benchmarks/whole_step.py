@@ -6,7 +6,8 @@
 Forward and backward as measured there: one CUDA graph, tables cut to 10,000 rows, their gradients dense. `kernels` is the
 sum of the profiled kernels' durations, `graph` the wall time of the graph; where the GPU had other work beside, the second
 is too long, and left out where it plainly is. No kernel of these steps was learned from. Of some the prediction was written
-down before they were measured (data/h200/step_predictions.json), and stands last.
+down before they are measured (data/h200/step_predictions.json), and stands last. Then the steps that validations timed as they
+are called, without a graph, beside what the host takes to launch them, or the GPU where that is longer.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from loka_sim.dispatch.baselines import BASELINES
+from loka_sim.dispatch.candidates import operand_makers
 from loka_sim.dispatch.steps import whole
+from loka_sim.fp8_step import converted
 from loka_sim.validation.runnable import TABLE_ROWS
 from loka_sim.whatif import WhatIf, whatif
-from loka_sim.whole_step import by_kind, others, table_gradient
+from loka_sim.whole_step import TABLE_LAUNCHES, by_kind, called_us, others, table_gradient
 from perfmodel import fused
 from perfmodel.data_folder import data_folder
 
@@ -60,6 +64,7 @@ def main() -> int:
     parser.add_argument("--add", type=Path, nargs="+", default=[])
     parser.add_argument("--steps", type=Path, default=data_folder() / "h200" / "step_profiles.json")
     parser.add_argument("--predictions", type=Path, default=data_folder() / "h200" / "step_predictions.json")
+    parser.add_argument("--validations", type=Path, nargs="+", default=[], help="documents of loka-sim validate")
     options = parser.parse_args()
     if options.add:
         add(options.steps, options.add)
@@ -75,9 +80,10 @@ def main() -> int:
         us, low, high = found[step["variant"]]
         measured = step["kernels_ms"]
         errors.append(us / measured - 1)
-        if step["graph_ms"] < DISTURBED * measured:
+        if step["graph_ms"] and step["graph_ms"] < DISTURBED * measured:
             walls.append(us / step["graph_ms"] - 1)
-        line = f"{step['model']:24s}{step['batch']:6d}  {step['variant']:18s}{measured:9.3f}{step['graph_ms']:9.3f}{us:10.3f}"
+        graph = f"{step['graph_ms']:9.3f}" if step["graph_ms"] else f"{'':9s}"
+        line = f"{step['model']:24s}{step['batch']:6d}  {step['variant']:18s}{measured:9.3f}{graph}{us:10.3f}"
         line += f"  [{low:7.3f}, {high:7.3f}]{errors[-1]:+8.1%}"
         base = next((s for s in steps if [s[k] for k in KEPT[:3]] == [step["model"], step["batch"], "bf16"]), None)
         if base is not None and base is not step:
@@ -90,12 +96,51 @@ def main() -> int:
             line += f"  said before: {said[0]:.3f} ({blind[-1]:+.1%})"
         print(line)
     kinds = [("kernels", errors), ("graph, where it is not a quarter longer than its kernels", walls)]
-    for what, some in kinds + [("kernels, said before they were measured", blind)] * bool(blind):
+    kinds += [("kernels, said before they were measured", blind)] * bool(blind)
+    for what, some in kinds:
         sizes = [abs(error) for error in some]
         within = sum(size <= 0.10 for size in sizes)
         print(f"against {what}: mean {statistics.mean(sizes):.1%}, worst {max(sizes):.1%}; {within} of {len(sizes)} within 10%")
-    print(f"signs right {sum(signs)} of {len(signs)}; 90% intervals said before hold {sum(covered)} of {len(covered)}")
+    print(f"signs right {sum(signs)} of {len(signs)}")
+    if blind:
+        print(f"90% intervals said before hold {sum(covered)} of {len(covered)}")
+    show_called(options.validations or sorted((data_folder() / "h200" / "validations").glob("*.json")), answers)
     return 0
+
+
+def show_called(documents: Sequence[Path], answers: dict[tuple[str, int], Any]) -> None:
+    """Steps without a CUDA graph, as validations timed them, beside the predicted."""
+    errors = []
+    print(f"{'as called':24s}{'batch':>6s}  {'variant':18s}{'measured':>9s}{'host':>9s}{'GPU':>9s}{'off':>8s}")
+    for path in documents:
+        document = json.loads(path.read_text())
+        if not document["step"]:
+            continue
+        model, batch = document["settings"]["model"], document["settings"]["batch"]
+        gpu = predicted(model, batch, answers)
+        for variant in document["step"]["variants"]:
+            if variant["name"] in gpu and not variant["name"].startswith("decision"):
+                host = launched(answers[model, batch][0], variant["name"]) / 1e3
+                us = gpu[variant["name"]][0]
+                errors.append(max(host, us) / variant["measured_ms"] - 1)
+                line = f"{model:24s}{batch:6d}  {variant['name']:18s}{variant['measured_ms']:9.3f}{host:9.3f}{us:9.3f}"
+                print(f"{line}{errors[-1]:+8.1%}")
+    sizes = [abs(error) for error in errors]
+    within = sum(size <= 0.10 for size in sizes)
+    print(
+        f"against steps as called: mean {statistics.mean(sizes):.1%}, worst {max(sizes):.1%}; {within} of {len(sizes)} within 10%"
+    )
+
+
+def launched(answer: WhatIf, variant: str) -> float:
+    """Microseconds that the host takes to launch a variant's kernels, dense gradients of tables among them."""
+    baseline = next(baseline for baseline in BASELINES if baseline.name == variant)
+    assignments = [baseline.assignment(site.site, site.shape) for site in answer.sites]
+    shapes = [site.shape for site in answer.sites]
+    makers = [operand_makers(shape, assignment) for shape, assignment in zip(shapes, assignments, strict=True)]
+    found = converted(answer.spec, fused.load().hardware, shapes, assignments, makers)
+    gemms = sum(len(site.passes) for site in answer.sites)
+    return called_us(answer.others if found is None else found.others, gemms + TABLE_LAUNCHES * len(answer.spec.tables))
 
 
 if __name__ == "__main__":

@@ -66,6 +66,10 @@ def _row(kernel: Fused, batch: int) -> dict[str, Any]:
     return {"kind": kernel.kind, **values, "uneven": kernel.uneven, "instructions": instructions_of(kernel.label.split())}
 
 
+TABLE_LAUNCHES = 2
+"""Kernels of a table's dense gradient beside the adding, see `table_gradient`."""
+
+
 def table_gradient(tables: Iterable[Table], rows: int) -> list[Fused]:
     """What torch's dense gradients of embedding tables cost beside the adding: FP32 filled, then cast to bf16.
 
