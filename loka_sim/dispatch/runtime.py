@@ -266,7 +266,8 @@ def _product(kernel: str, left: Quantized, right: Quantized) -> torch.Tensor:
         return result
     if kernel == "torch/fp8_block128":
         return _blocks(a, b, scale_a, scale_b)
-    scale_b = scale_b.t() if scale_b.ndim else scale_b
+    # torch.compile's own preparations refuse the view of a scalar: one value is a matrix of one row and column.
+    scale_a, scale_b = scale_a.reshape(-1, 1), scale_b.reshape(1, -1)
     fast = kernel.endswith("_fast")
     return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 from hil import operators
-from loka_sim.dispatch.runtime import Kernels, TableLinear, convert, libraries, plan
+from loka_sim.dispatch.runtime import Kernels, TableLinear, _Products, convert, libraries, plan
 from loka_sim.errors import DataError
 from loka_sim.validation.step_time import converted_by_table
 from numerics.quantization import quantize
@@ -172,6 +172,22 @@ def test_the_products_say_what_they_return(scaling):
     arguments = (a, b, scale_a, scale_b, f"loka/fp8_{scaling}_split")
     # `test_schema` compares inputs, and FP8 has no arithmetic on a CPU.
     torch.library.opcheck(torch.ops.loka.product.default, arguments, test_utils="test_faketensor")
+
+
+@interpreted
+@pytest.mark.parametrize(("scaling", "shapes"), [("tensorwise", ((1, 1), (1, 1))), ("rowwise", ((M, 1), (1, N)))])
+def test_torchs_gemm_is_given_matrices_of_scales(scaling, shapes, monkeypatch):
+    """torch.compile prepares the operands for a template that may follow, and fails on the view of a scalar."""
+    given = []
+    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, scale_a, scale_b, **_: given.append((a, b, scale_a, scale_b)) or a)
+    dual = (f"loka/quantize_{scaling}_dual",) * 2
+    layer = TableLinear(
+        nn.Linear(K, N, bias=False).bfloat16(), Kernels(f"torch/fp8_{scaling}_fast", BF16, BF16, dual, dual, ("", ""))
+    )
+    _Products.forward(SimpleNamespace(save_for_backward=lambda *_: None), drawn(M, K), layer.weight.detach(), *layer.kernels)
+    ((a, b, scale_a, scale_b),) = given
+    assert (scale_a.shape, scale_b.shape) == shapes and scale_a.is_contiguous() and scale_b.is_contiguous()
+    assert a.shape == (M, K) and b.shape == (K, N) and a.stride(1) == b.stride(0) == 1
 
 
 class Odd(nn.Linear):
