@@ -6,6 +6,7 @@ The interpreter must be chosen before triton is imported, so this file runs itse
 import copy
 import importlib.util
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
