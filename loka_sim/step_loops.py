@@ -102,6 +102,12 @@ def _name(loop: Scheduled, site: Site, name: str, batch: int) -> None:
 # Files.
 
 
+def line(batches: Sequence[int], sizes: Sequence[int]) -> Dim:
+    """The straight line through two sizes, to whole elements or bytes a sample."""
+    per_batch = max(0, round((sizes[1] - sizes[0]) / (batches[1] - batches[0])))
+    return Dim(sizes[0] - per_batch * batches[0], per_batch)
+
+
 def without(step: Lowered, unwanted: Callable[[Scheduled], bool]) -> Lowered:
     """The step without some loops; what they would have read leaves it."""
     gone = [loop for loop in step.scheduled if unwanted(loop)]
@@ -118,8 +124,7 @@ def written(loops: Sequence[Lowered], batches: Sequence[int]) -> tuple[str, ...]
     """
 
     def dim(*sizes: int) -> str:
-        per_batch = max(0, round((sizes[1] - sizes[0]) / (batches[1] - batches[0])))
-        return str(Dim(sizes[0] - per_batch * batches[0], per_batch))
+        return str(line(batches, sizes))
 
     one, two = loops
     parts: dict[tuple[int, str], str] = {}

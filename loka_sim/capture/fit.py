@@ -11,7 +11,7 @@ from loka_sim.capture.trace import TABLE_ROWS
 from loka_sim.fusion import RawGroup, kernels, measured
 from loka_sim.loops import Lowered, Scheduled
 from loka_sim.modelspec import PASSES, Dim, Fused, Gemm, Site
-from loka_sim.step_loops import find_sites, joined, phases, without
+from loka_sim.step_loops import find_sites, joined, line, phases, without
 from loka_sim.step_loops import written as lines_of
 
 DIMS = ("m", "n", "k", "groups")
@@ -80,12 +80,6 @@ def fit_sites(batches: Sequence[int], runs: Sequence[Sequence[RawSite]]) -> tupl
         extra = [name for name in run if name not in by_name[0]]
         unaccounted += [f"{name}: computed at batch {batch}, not at batch {batches[0]}" for name in extra]
     return sites, unaccounted
-
-
-def line(batches: Sequence[int], sizes: Sequence[int]) -> Dim:
-    """The straight line through two sizes, to whole elements or bytes a sample."""
-    per_batch = max(0, round((sizes[1] - sizes[0]) / (batches[1] - batches[0])))
-    return Dim(sizes[0] - per_batch * batches[0], per_batch)
 
 
 def fit_fused(
