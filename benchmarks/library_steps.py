@@ -50,8 +50,8 @@ def tables_of(model: str, batch: int, libraries: str) -> tuple[dict[str, Table],
     expected: dict[str, Any] = {}
     for label, some in (("torch", "torch"), ("all", libraries)):
         answer = loka_sim.whatif(model, batch=batch, libraries=some)
-        beside = by_kind([*answer.others, *others(table_gradient(answer.spec.tables, TABLE_ROWS), batch, fused.load())])
-        found = predicted(model, batch, {(model, batch): (answer, beside)})
+        tables_beside = by_kind(others(table_gradient(answer.spec.tables, TABLE_ROWS), batch, fused.load()))
+        found = predicted(model, batch, {(model, batch): (answer, tables_beside)})
         expected["bf16"], expected[label] = found["bf16"], found["decision"]
         tables[label] = from_whatif(answer.to_dict())
     tables[CONTROL], expected[CONTROL] = tables["torch"], expected["torch"]

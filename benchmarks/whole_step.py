@@ -48,7 +48,13 @@ def add(file: Path, profiles: Sequence[Path]) -> None:
 
 
 def predicted(model: str, batch: int, answers: dict[tuple[str, int], Any]) -> dict[str, tuple[float, float, float]]:
-    """Milliseconds of every variant of a model's measured step, with the ends of the 90% interval."""
+    """Milliseconds of every variant of a model's measured step, with the ends of the 90% interval.
+
+    Args:
+        model: As a what-if takes it.
+        batch: Samples.
+        answers: By model and batch the what-if, and what dense gradients of its tables add by kind; what is not there is added.
+    """
     if (model, batch) not in answers:
         answer: WhatIf = whatif(model, batch=batch)
         tables = others(table_gradient(answer.spec.tables, TABLE_ROWS), batch, fused.load())
