@@ -29,8 +29,8 @@ class Part:
 PARTS: Mapping[str, Part] = {
     "times_gemms": Part(0.10, 18, 7),
     "sampled": Part(0.08, 10, 3),
-    "tensors": Part(0.10, 6, 4),
     "times_first": Part(0.22, 8, 6),
+    "tensors": Part(0.10, 6, 4),
     "times_second": Part(0.14, 8, 1),
     "times_fresh": Part(0.18, 8, 2),
     "step": Part(0.18, 8, 5),

@@ -29,6 +29,8 @@ MOST_WORKERS = 15
 OTHERS = 4
 # Threads of one process: more wait for each other where others compile on the same cores.
 MOST_THREADS = 4
+# What the processes of memory-bound kernels need to start and to compile the first of them.
+WARMING_S = 30.0
 # What a process that is past its time may take to end by itself.
 GRACE_S = 20.0
 # In the folder of the timings: held by whoever uses the GPU for long.

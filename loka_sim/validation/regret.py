@@ -82,14 +82,13 @@ def policies_of(answers: Mapping[str, WhatIf]) -> dict[str, Launched]:
     return result
 
 
-def regrets(answer: WhatIf, measured: Times, policies: Mapping[str, Launched], others: Sequence[WhatIf] = ()) -> Regrets:
+def regrets(answer: WhatIf, measured: Times, policies: Mapping[str, Launched]) -> Regrets:
     """Price policies with measured times.
 
     Args:
         answer: Whose sites, and predicted errors, are meant.
         measured: Measured launches.
         policies: What each launches, as many tuples as there are sites.
-        others: Answers whose predicted errors count, too: the best is among all that some answer takes for accurate.
     """
     toolbox = replace(answer.toolbox, us=lambda row: measured.of[row].us if row in measured.of else float("inf"))
     max_mere = answer.settings.max_mere
@@ -101,13 +100,12 @@ def regrets(answer: WhatIf, measured: Times, policies: Mapping[str, Launched], o
         if not any(legal.values()):
             continue
         having += 1
-        accurate: dict[tuple[str, str], float] = {}
-        for judging in (answer, *others):
-            for name, decided in judging.sites[index].passes.items():
-                for candidate in decided.candidates:
-                    if candidate.accuracy is not None:
-                        entry = name, candidate.kernel
-                        accurate[entry] = min(candidate.accuracy.mere, accurate.get(entry, candidate.accuracy.mere))
+        accurate = {
+            (name, candidate.kernel): candidate.accuracy.mere
+            for name, decided in site.passes.items()
+            for candidate in decided.candidates
+            if candidate.accuracy is not None
+        }
         key = site.shape, tuple((name, kernel, mere) for (name, kernel), mere in sorted(accurate.items()))
         if key not in best:
             best[key] = _best_us(site.shape, legal, accurate, measured, max_mere, toolbox)

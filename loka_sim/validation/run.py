@@ -35,7 +35,8 @@ TITLES = {
     "times_first": "times of the model's shapes, first half", "times_second": "times of the model's shapes, second half",
     "times_fresh": "times of fresh shapes", "step": "the whole model's step",
 }  # fmt: skip
-LEAST_COMPARING_S = 6.0
+# What ending a training at its next batch may take.
+STOPPING_S = 15.0
 # What the step's process may take beyond its deadline, as a part of the whole time.
 OVERTIME = 0.1
 
@@ -68,7 +69,7 @@ class Validation:
         machine = fingerprint()
         self._claim(machine)
         model = self._runnable()
-        observed = _Later(lambda: self._observe(model)) if model and not self._left("tensors") else None
+        observed = _Later(lambda stop: self._observe(model, stop)) if model and not self._left("tensors") else None
         stepper = None
         try:
             with self._sweeps() as sweeps:
@@ -78,8 +79,8 @@ class Validation:
                 # They compile while the numerics are measured, and take turns with them on the GPU.
                 asked = None if self._left("times_first") else self._ask(sweeps)
                 sampled = self._stage("sampled", self._sampled)
-                tensors = self._stage("tensors", lambda s: self._tensors(observed, s)) if model else None
                 self._stage("times_first", lambda _: asked() if asked else None)
+                tensors = self._stage("tensors", lambda s: self._tensors(observed, s)) if model else None
                 self._stage("times_second", lambda s: self._second(sweeps, s))
                 numerics = self._numerics(sampled, tensors)
                 after, refinement = self._refine(machine, numerics)
@@ -91,6 +92,8 @@ class Validation:
         finally:
             if stepper:
                 stepper.child.stop()
+            if observed:
+                observed.stop()
         found = Findings(self.request, self.folder, self.before, after, machine, self.command, self._between_s)
         return finish(found, numerics, refinement, measuring.timings(self.timings), step, self.stages)
 
@@ -134,6 +137,12 @@ class Validation:
             self._say(f"{TITLES[name]}, {seconds:.0f} s of {self.budget.left():.0f} s ...")
             started = time.monotonic()
             result = work(seconds)
+            if result is None:
+                note = "what it needs was not there in time"
+                took = time.monotonic() - started
+                self._staged_s += took
+                self.stages.append({"name": TITLES[name], "seconds": took, "complete": False, "note": note})
+                return None
             found = {"seconds": time.monotonic() - started, "result": result}
             self._staged_s += found["seconds"]
             write_text_atomic(self.folder / "stages" / f"{name}.json", json.dumps(found) + "\n")
@@ -186,7 +195,7 @@ class Validation:
         note = None if found else "python -m hil.exactness failed; its last lines say why"
         return {"rows": rows, "note": note, "complete": bool(found)}
 
-    def _observe(self, model: Runnable) -> Observed | str:
+    def _observe(self, model: Runnable, stop: threading.Event) -> Observed | str:
         """Tensors of the model's own, or why there are none; on the CPU."""
         from loka_sim.validation import tensors
 
@@ -195,18 +204,20 @@ class Validation:
 
             # A small model: on cores that compile other things, more threads took ten times as long.
             torch.set_num_threads(1)
-            return tensors.observe_zoo(model.zoo, self.request.mods, self.request.seed)
+            return tensors.observe_zoo(model.zoo, self.request.mods, self.request.seed, stop)
         try:
             return tensors.observe_users(model)
         except (RuntimeError, ValueError, TypeError) as error:
             reason = (str(error).splitlines() or [""])[0][:200]
             return f"the model's own tensors could not be taken: {type(error).__name__}: {reason}"
 
-    def _tensors(self, later: _Later | None, seconds: float) -> dict[str, Any]:
+    def _tensors(self, later: _Later | None, seconds: float) -> dict[str, Any] | None:
         from loka_sim.validation import tensors
 
         deadline = time.monotonic() + seconds
         assert later is not None  # or there would be a result already
+        if not later.done(seconds):
+            return None
         observed = later.result()
         # However long the tensors were waited for: half of the time is for measuring.
         deadline = max(deadline, time.monotonic() + seconds / 2)
@@ -239,7 +250,8 @@ class Validation:
 
         before = measured_rows(measuring.timings(self.timings))
         work = model_work(self.before, self._known())
-        wait = sweeps.ask("model", {"memory": work.wanted["memory"]}, self.budget.until("times_first"))
+        seconds = max(self.budget.until("times_first"), measuring.WARMING_S)
+        wait = sweeps.ask("model", {"memory": work.wanted["memory"]}, seconds)
 
         def told() -> dict[str, Any]:
             wait()
@@ -316,25 +328,36 @@ class Validation:
 
 
 class _Later:
-    """Work that goes on while others are waited for."""
+    """Work that goes on while others are waited for; it is called with what tells it to stop."""
 
-    def __init__(self, work: Callable[[], Any]) -> None:
+    def __init__(self, work: Callable[[threading.Event], Any]) -> None:
         self._result: Any = None
         self._error: BaseException | None = None
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
         self._thread.start()
 
-    def _run(self, work: Callable[[], Any]) -> None:
+    def _run(self, work: Callable[[threading.Event], Any]) -> None:
         try:
-            self._result = work()
+            self._result = work(self._stop)
         except BaseException as error:  # whoever asks for the result has it
             self._error = error
+
+    def done(self, seconds: float) -> bool:
+        """Whether it has ended, or does within so many seconds."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def result(self) -> Any:
         self._thread.join()
         if self._error is not None:
             raise self._error
         return self._result
+
+    def stop(self) -> None:
+        """End it: a thread that computes while the interpreter ends would take it down."""
+        self._stop.set()
+        self._thread.join(STOPPING_S)
 
 
 def _table(answer: WhatIf) -> dict[str, Any] | None:

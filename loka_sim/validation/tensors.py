@@ -10,11 +10,13 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
+from loka_sim.datasets.base import Batch, Dataset
 from loka_sim.dispatch.operands import TORCH, Toolbox
 from loka_sim.validation.runnable import Runnable
 
@@ -37,8 +39,18 @@ class Observed:
     origin: str
 
 
-def observe_zoo(name: str, mods: Sequence[str], seed: int) -> Observed:
-    """Train the small size of a zoo model on synthetic samples and look at one more batch."""
+def observe_zoo(name: str, mods: Sequence[str], seed: int, stop: Event | None = None) -> Observed:
+    """Train the small size of a zoo model on synthetic samples and look at one more batch.
+
+    Args:
+        name: Of the zoo.
+        mods: Changes to the model.
+        seed: Of samples and weights.
+        stop: Set, it ends the training at the next batch.
+
+    Raises:
+        InterruptedError: it was stopped.
+    """
     import torch
     from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -48,17 +60,36 @@ def observe_zoo(name: str, mods: Sequence[str], seed: int) -> Observed:
     small = f"{name.rpartition('-')[0]}-small"
     shape = zoo.input_shape(small)
     training, held_out = (
-        datasets.open_dataset("synthetic", None, split, shape=shape, seed=seed, rows=STEPS * BATCH * 2)
-        for split in datasets.SPLITS
+        datasets.open_dataset("synthetic", None, split, shape=shape, seed=seed, rows=rows)
+        for split, rows in zip(datasets.SPLITS, (STEPS * BATCH * 2, BATCH), strict=True)
     )
     config = TrainingConfig(steps=STEPS, batch=BATCH, seed=seed, collect=COLLECTED, min_count=1)
-    run = train(small, training, held_out, config, mods=mods)
+    run = train(small, _Stoppable(training, stop or Event()), held_out, config, mods=mods)
     batch = held_out.read().take(slice(0, BATCH))
     seen = _hooked(run.model)
     logits = run.model(*tensors(batch, run.model))
     binary_cross_entropy_with_logits(logits, torch.from_numpy(batch.labels)).backward()
     origin = f"{small}, {STEPS} steps of {BATCH} synthetic samples, seed {seed}; tensors of {len(batch)} held-out samples"
     return Observed(_matrices(seen), run.sites, origin)
+
+
+class _Stoppable(Dataset):
+    """A dataset whose next batch does not come once it is told to stop."""
+
+    def __init__(self, dataset: Dataset, stop: Event) -> None:
+        self.name, self.shape, self._dataset, self._stop = dataset.name, dataset.shape, dataset, stop
+
+    def provenance(self) -> dict[str, str | int]:
+        return self._dataset.provenance()
+
+    def chunks(self, rows: int) -> Iterator[Batch]:
+        return self._dataset.chunks(rows)
+
+    def batches(self, *of: Any, **given: Any) -> Iterator[Batch]:
+        for batch in self._dataset.batches(*of, **given):
+            if self._stop.is_set():
+                raise InterruptedError("training was stopped")
+            yield batch
 
 
 def observe_users(model: Runnable) -> Observed:
