@@ -284,8 +284,8 @@ def gemms(lines: Sequence[Line], ceilings: dict[str, float]) -> list[dict[str, A
 def summary(rows: Iterable[dict[str, Any]]) -> None:
     """Prints every GEMM's median share, and its mean speedup over bf16 and over torch's of the same recipe."""
     by = {(tuple(row["shape"]), row["kernel"]): row for row in rows}
-    print(f"\n{'GEMM':26s}{'shapes':>14s}{'TFLOP/s':>9s}{'of ceiling':>12s}{'over bf16':>11s}{'faster on':>11s}"
-          f"{'over torch, same recipe':>25s}")  # fmt: skip
+    print(f"\n{'GEMM':26s}{'shapes':>10s}{'TFLOP/s':>9s}{'of ceiling':>11s}{'over bf16':>10s}{'faster on':>10s}"
+          f"{'over torch, same recipe':>24s}")  # fmt: skip
     for name in GEMMS:
         for label, large in (("small", False), ("large", True)):
             some = [row for (_, kernel), row in by.items() if kernel == name and row["large"] is large]
@@ -300,8 +300,8 @@ def summary(rows: Iterable[dict[str, Any]]) -> None:
                 if twin != name and pairs
                 else ""
             )
-            print(f"{name:26s}{f'{len(some)} {label}':>14s}{middle[0]:9.0f}{middle[1]:12.0%}"
-                  f"{statistics.geometric_mean(gains):10.2f}x{sum(g > 1 for g in gains):>11d}{same:>25s}")  # fmt: skip
+            print(f"{name:26s}{f'{len(some)} {label}':>10s}{middle[0]:9.0f}{middle[1]:11.0%}"
+                  f"{statistics.geometric_mean(gains):9.2f}x{sum(g > 1 for g in gains):>10d}{same:>24s}")  # fmt: skip
 
 
 def work(quick: bool) -> list[tuple[Shape, list[str]]]:
