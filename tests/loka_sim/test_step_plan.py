@@ -283,12 +283,13 @@ def run(capsys, *words):
     return code, captured.out, captured.err
 
 
-def test_the_verb(capsys, made_up, made_up_model, tmp_path):
+def test_the_verb(capsys, made_up, made_up_model, tmp_path, monkeypatch):
     from loka_sim.modelspec import save
 
+    monkeypatch.chdir(tmp_path)  # paths are printed as they were given, however long
     save(made_up_model, tmp_path / "m.json")
-    words = ["step", str(tmp_path / "m.json"), "--gpus", "16", "--dense", "hsdp"]
-    code, out, err = run(capsys, *words, "--trace", str(tmp_path / "t.json"))
+    words = ["step", "m.json", "--gpus", "16", "--dense", "hsdp"]
+    code, out, err = run(capsys, *words, "--trace", "t.json")
     assert code == 0 and err == ""
     assert max(map(len, out.splitlines())) <= 100
     for text in ("16 x H200 in 2 hosts of hgx_h200", "communication, exposed", "nvlink, busy", "network, busy", "t.json"):
@@ -296,12 +297,12 @@ def test_the_verb(capsys, made_up, made_up_model, tmp_path):
     code, out, _ = run(capsys, *words, "--json")
     document = json.loads(out)
     assert code == 0 and problem(document, "step") is None
-    assert document["command"].split()[:3] == ["loka-sim", "step", str(tmp_path / "m.json")]
+    assert document["command"].split()[:3] == ["loka-sim", "step", "m.json"]
     trace = json.loads((tmp_path / "t.json").read_text())
     shown = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert len(shown) == sum(step["operations"] for step in document["steps"].values())
     assert trace["otherData"]["gpus"] == 16
-    code, out, _ = run(capsys, "step", str(tmp_path / "m.json"))
+    code, out, _ = run(capsys, "step", "m.json")
     assert code == 0 and "communication" not in out.split("Dense step")[0]
 
 
