@@ -108,7 +108,7 @@ def _grouped(accumulation: str) -> KernelSpec:
     """`torch._scaled_grouped_mm` of equal groups, scaled by rows."""
     return KernelSpec(
         f"torch/fp8_grouped_rowwise_{accumulation}", "batched_gemm", "e4m3/rowwise", "e4m3/rowwise", f"hopper_{accumulation}",
-        "rowwise", "rowwise", multiple_n=16, multiple_k=16, most_groups=1024, min_capability=(9, 0),
+        "rowwise", "rowwise", multiple_n=16, multiple_k=16, most_groups=1023, min_capability=(9, 0),
     )  # fmt: skip
 
 
