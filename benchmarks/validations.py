@@ -4,6 +4,11 @@
 
 reads every `loka-sim validate --gpu` document of a folder (data/h200/validations) and prints three tables in Markdown. Errors
 of times after refinement are of shapes that it did not see: the model's own cross-validated, fresh ones never used.
+
+    python benchmarks/validations.py --swept
+
+prints what the shipped time model's decisions cost over the best of the sweep `zoo`, in which every zoo model's kernels were
+measured whole, on another machine; no fit has seen it.
 """
 
 from __future__ import annotations
@@ -109,11 +114,34 @@ def steps(documents: Sequence[dict[str, Any]]) -> str:
     return markdown(head, rows)
 
 
+def swept() -> str:
+    """Decisions of the shipped time model, and what a user would do without them, priced by the sweep `zoo`."""
+    from loka_sim.resolve import zoo_names
+    from loka_sim.validation.regret import measured_times, policies_of, regrets
+    from loka_sim.whatif import whatif
+    from perfmodel.measured import read_timings
+
+    times = measured_times(read_timings("h200").query("sweep == 'zoo'"))
+    rows = []
+    for name in zoo_names():
+        answer = whatif(name)
+        found = regrets(answer, times, policies_of({"decision": answer}))
+        over = [percent(us / found.best_us - 1) for us in found.policies_us.values()] if found.sites else []
+        rows.append([name, f"{found.sites} of {found.of_sites}", f"{found.best_us:,.0f}", f"{answer.decision.fp8_passes}", *over])
+    head = ["over the measured best", "sites", "best, us", "FP8 passes", "decision", "bf16", "all FP8, tensorwise", "rowwise"]
+    return markdown([*head, "torchao filter, tensorwise", "rowwise"], rows)
+
+
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--swept", action="store_true", help="decisions of the shipped time model, priced by the sweep zoo")
     parser.add_argument("folder", type=Path, nargs="?", default=data_folder() / "h200" / "validations")
-    documents = read(parser.parse_args().folder)
+    options = parser.parse_args()
+    if options.swept:
+        print(swept())
+        return 0
+    documents = read(options.folder)
     if not documents:
         parser.error("there is no document in that folder")
     print("\n\n".join(part(documents) for part in (times, decisions, steps)))
