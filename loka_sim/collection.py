@@ -39,8 +39,8 @@ LEAST_MINUTES_FIT = 12.0
 MOST_LAUNCHED, MOST_MINUTES_LAUNCHING = 120_000, 4.5
 # Other shapes than the shipped models were fitted to: on those a correction would seem better, and surer, than it is.
 SEED = 271_828
-# Grouped GEMMs among the others: of those drawn as layers have them, few are legal for the grouped kernels.
-GROUPED = 240
+# GEMMs of other kinds among those drawn as layers have them: without any, a fit is far off on them.
+OTHERS = {"grouped": 240, "interaction": 600, "tall": 200, "wide": 200}
 # Rows of a kernel that a correction of a shipped model is made from: it learns little from more, and its time is their cube.
 MOST_ROWS_REFINED = 400
 
@@ -171,14 +171,14 @@ def drawn(patterns: Sequence[str]) -> dict[str, list[tuple[Shape, tuple[str, ...
         draw, count = DRAWN[family, "lrm"]
         shapes = draw(count, SEED)
         if family == "gemm":
-            shapes = _spread(shapes, DRAWN[family, "grouped"][0](GROUPED, SEED))
+            shapes = _spread(shapes, *(DRAWN[family, name][0](number, SEED) for name, number in OTHERS.items()))
         found[family] = [(shape, tuple(patterns)) for shape in shapes]
     return found
 
 
-def _spread(many: Sequence[Shape], few: Sequence[Shape]) -> list[Shape]:
-    """Both in their order, the few evenly among the many."""
-    places = [((number + 0.5) / len(some), shape) for some in (many, few) for number, shape in enumerate(some)]
+def _spread(*kinds: Sequence[Shape]) -> list[Shape]:
+    """All in their order, each kind evenly among the others."""
+    places = [((number + 0.5) / len(some), shape) for some in kinds for number, shape in enumerate(some)]
     return list(dict.fromkeys(shape for _, shape in sorted(places, key=lambda pair: pair[0])))
 
 

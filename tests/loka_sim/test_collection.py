@@ -97,7 +97,7 @@ def test_a_short_one_corrects_a_related_gpu(short):
     gemms = document["held_out"]["torch/bf16"]
     assert gemms["n"] > 50 and gemms["mape"] < 0.05
     said = " ".join(document["left_out"])
-    assert "gemm: 120 of 4,640 shapes" in said and "memory: 30 of 320 shapes" in said
+    assert "gemm: 120 of 5,632 shapes" in said and "memory: 30 of 320 shapes" in said
     assert "of torch's kernels have fewer than 60 rows" in said
     assert "collectives" not in said
     assert json.loads((folder / "manifest.json").read_text())["hardware"] == "h100-80gb-hbm3"
@@ -124,7 +124,7 @@ def test_a_whatif_uses_it_and_its_collectives(short):
 
 def test_a_gpu_of_no_kind_that_is_shipped_has_a_fit_of_its_own(tmp_path, monkeypatch):
     kernels = ["torch/bf16", "torch/fp8_rowwise_fast", "torch/relu_forward"]
-    on(MadeUp({"gemm": 90, "memory": 70}, kernels=kernels), monkeypatch, capability="9.9")
+    on(MadeUp({"gemm": 140, "memory": 70}, kernels=kernels), monkeypatch, capability="9.9")
     document = collect(tmp_path / "own", minutes=6, name="mine")
     assert document["model"] == "fitted to this GPU alone" and set(document["held_out"]) == set(kernels)
     assert perfmodel.load("mine", tmp_path / "own").hardware.capability == (9, 9)
@@ -133,7 +133,7 @@ def test_a_gpu_of_no_kind_that_is_shipped_has_a_fit_of_its_own(tmp_path, monkeyp
 
 def test_a_long_one_launches_quickly_and_asks_other_libraries(tmp_path, monkeypatch):
     kernels = ["torch/bf16", "torch/fp8_rowwise_fast", "torch/relu_forward", "loka/fp8_rowwise_fast"]
-    machine = on(MadeUp({"gemm": 90, "memory": 70}, kernels=kernels), monkeypatch, capability="9.9")
+    machine = on(MadeUp({"gemm": 140, "memory": 70}, kernels=kernels), monkeypatch, capability="9.9")
     run = []
     monkeypatch.setattr(measuring, "run", lambda module, arguments, **how: run.append((module, arguments, how)))
     document = collect(tmp_path / "own", minutes=28, name="mine")
@@ -193,7 +193,7 @@ def test_the_sweeps_hold_enough_of_every_kernel_for_a_fit_and_begin_with_a_fair_
 
 def test_a_fit_need_not_hold_what_other_libraries_lack(tmp_path, monkeypatch):
     kernels = ["torch/bf16", "torch/fp8_rowwise_fast", "torch/relu_forward"]
-    on(MadeUp({"gemm": 90, "memory": 70}, kernels=kernels), monkeypatch)
+    on(MadeUp({"gemm": 140, "memory": 70}, kernels=kernels), monkeypatch)
     related = perfmodel.load("h200")
     some = {name: related.manifest["kernels"][name] for name in [*kernels, "loka/fp8_rowwise_fast"]}
     monkeypatch.setattr(collection, "_related", lambda _: replace(related, manifest={**related.manifest, "kernels": some}))
