@@ -1,8 +1,9 @@
 """`loka-sim validate --gpu`: what a GPU says of both models, and what it changes.
 
-Numerics first, then times in the order in which they would change a decision, twice: once as the shipped model sees it,
-once refined by the first half. From all that comes a calibration, a new decision, and the whole model's step under it.
-Every stage leaves its result in the folder, so that a killed validation goes on where it was.
+The model's GEMMs are timed first, while nothing else runs; then numerics, beside the other kernels' times, site by site in the
+order in which they would change decisions; what is left goes by the model as refined so far. From all that comes a
+calibration, a new decision, and the whole model's step, which compiles meanwhile, under both. Every stage leaves its result in
+the folder, so that a killed validation goes on where it was.
 """
 
 from __future__ import annotations
