@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from operator import attrgetter
 
 import pandas
 
@@ -33,9 +34,10 @@ MODELS = ("dlrm", "dcnv2", "wukong", "interformer")
 def kernels(answer: loka_sim.WhatIf) -> str:
     """Libraries of the FP8 GEMMs and of what makes their operands, with how many of each a step launches."""
     specs = [KERNELS[row.kernel] for site in answer.sites for decided in site.passes.values() for row in decided.rows]
-    gemms = Counter(spec.library for spec in specs if spec.is_fp8)
-    makers = Counter(spec.library for spec in specs if spec.kind in ("quantize", "layout"))
-    parts = [", ".join(f"{count} {library}" for library, count in some.most_common()) for some in (gemms, makers)]
+    library = attrgetter("library")
+    gemms = Counter(map(library, (spec for spec in specs if spec.is_fp8)))
+    makers = Counter(map(library, (spec for spec in specs if spec.kind in ("quantize", "layout"))))
+    parts = [", ".join(f"{count} {name}" for name, count in some.most_common()) for some in (gemms, makers)]
     return f"GEMMs {parts[0]}; operands {parts[1]}" if gemms else "bf16 everywhere"
 
 

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -325,13 +326,13 @@ def _sweep(
         wanted = [name for name in legal if (name, shape.m, shape.n, shape.k, shape.groups) not in measured]
         size = AT_ONCE if workers else len(wanted) or 1
         work += [(shape, wanted[first : first + size]) for first in range(0, len(wanted), size)]
-    used = [KERNELS[name] for name in available_kernels(matching(kinds, options.kernels))]
+    used, library = [KERNELS[name] for name in available_kernels(matching(kinds, options.kernels))], attrgetter("library")
     run = {
         "sweep": sweep,
         "command": command,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **fingerprint(),
-        "libraries": {spec.library: found for spec in used if (found := availability(spec).version)},
+        "libraries": {library(spec): found for spec in used if (found := availability(spec).version)},
     }
     failure = None
     try:
