@@ -17,6 +17,7 @@ import numpy as np
 from loka_sim.dispatch.cost import Time
 from loka_sim.modelspec import Dim, Fused, ModelSpec, Table
 from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE, Piece
+from perfmodel import hardware as hardware_module
 from perfmodel.optimizers import OPTIMIZERS, UNCERTAINTY, step_us
 
 if TYPE_CHECKING:
@@ -118,8 +119,6 @@ def dense_tensors(spec: ModelSpec) -> list[int]:
 
 def optimizer_step(sizes: Sequence[int], optimizer: str, hardware: HardwareSpec) -> list[Other]:
     """One step over parameters of so many elements, by torch's fused kernels over lists of tensors."""
-    from perfmodel import hardware as hardware_module
-
     parameters = sum(sizes)
     if not parameters:
         return []
@@ -177,7 +176,6 @@ def by_kind(found: Iterable[Other], phases: Sequence[str] = (FORWARD, BACKWARD))
 def _times(name: str, capability: tuple[int, ...]) -> FusedModel | None:
     """Times of memory-bound kernels on a GPU, or on a shipped one of its kind: one of the user's own has none measured."""
     from perfmodel import fused
-    from perfmodel import hardware as hardware_module
 
     shipped = {known: hardware_module.load(known).capability for known in hardware_module.available()}
     like = next((known for known, its in shipped.items() if name == known or its == capability), None)
