@@ -1,6 +1,7 @@
-"""Time single launches of torch's GEMMs over very many shapes: far quicker than `hil.collect`, and far noisier.
+"""Time single launches of GEMMs over very many shapes: far quicker than `hil.collect`, and far noisier.
 
     python -m hil.launches --out data/h200 --count 60000 --seed 9001 --minutes 5
+    python -m hil.launches --out data/h200 --count 40000 --seed 9101 --minutes 2 --kernels 'loka/fp8_*' 'fbgemm/fp8_rowwise_*'
 
 Each shape is launched three times under torch's profiler, and the median of the kernels' durations is kept: 700 rows a
 second, where replays of graphs give 85. They are 6% from those replays on average, most of it the clocks'. What a library's
@@ -8,17 +9,21 @@ choice of kernel does to the time (tiles, splits of K, slow paths of odd sizes) 
 shapes are for: `perfmodel.fit` learns it here first, and the rest from the careful timings.
 
 Shapes that `gemm.parquet` in the folder has are left out: what is learned here stays ignorant of the shapes that judge it.
+Triton compiles our own GEMM for some hundred ways to cut a shape, a second each: `--workers` processes do so first.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,47 +32,99 @@ import numpy as np
 import pandas as pd
 
 from hil.kernels.base import Runner, Shape
-from hil.shapes import batched_shapes, gemm_shapes, interaction_shapes, tall_shapes, wide_shapes
+from hil.shapes import batched_shapes, gemm_shapes, grouped_shapes, interaction_shapes, tall_shapes, wide_shapes
 from hil.timing import BufferPool
+from perfmodel.gemm_plan import STEP, parts_of, plan_of
 from perfmodel.kernels import KERNELS
 
 LAUNCHES = 3
+TORCH = tuple(name for name, spec in KERNELS.items() if spec.library == "torch" and "gemm" in spec.kind and "grouped" not in name)
 _CHUNK = 800
+# Shapes whose forms of our own GEMM are compiled ahead: those that come up later are few.
+_COMPILED_FOR = 8000
 # Below this the operands stay in the L2, as they do when `hil.collect` rotates as many buffers as it may.
 _RESIDENT_BYTES = 8e5
 _MARKER = "spin_kernel"
 
 
-def drawn(count: int, seed: int) -> list[Shape]:
-    """About `count` distinct shapes: 56% as `gemm_shapes`, 8% N and K multiples of 128, the rest tall, wide and batched."""
+def drawn(count: int, seed: int, kernels: Collection[str] = TORCH) -> list[Shape]:
+    """About `count` distinct shapes: 56% as `gemm_shapes`, 8% N and K multiples of 128, the rest tall, wide and batched.
+
+    Those of the kinds (batched or not) that none of the kernels takes are left out; grouped ones come with a kernel of theirs.
+    """
     share = (gemm_shapes, 0.56), (tall_shapes, 0.07), (wide_shapes, 0.08), (interaction_shapes, 0.16), (batched_shapes, 0.05)
     shapes = [shape for number, (draw, part) in enumerate(share, seed) for shape in draw(round(part * count), number)]
     blocks = (
         Shape(4 * max(1, round(s.m / 4)), *(128 * max(1, round(size / 128)) for size in (s.n, s.k)))
         for s in gemm_shapes(round(0.08 * count), seed + len(share))
     )
-    shapes = list(dict.fromkeys(chain(shapes, blocks)))
+    grouped = grouped_shapes(round(0.2 * count), seed + len(share) + 1) if any("grouped" in name for name in kernels) else []
+    shapes = [s for s in dict.fromkeys(chain(shapes, blocks, grouped)) if any(takes(name, s) for name in kernels)]
     return [shapes[i] for i in np.random.default_rng(seed).permutation(len(shapes))]
+
+
+def takes(kernel: str, shape: Shape) -> bool:
+    """Whether a kernel is timed at a shape: it is legal, and as batched as the kernel."""
+    spec = KERNELS[kernel]
+    return (spec.kind == "batched_gemm") == (shape.groups > 1) and not spec.illegal(
+        shape.m, shape.n, shape.k, groups=shape.groups
+    )
 
 
 def kernel_times(events: Sequence[tuple[float, float, str]]) -> list[float | None]:
     """Microseconds of each call, from the (start, duration, name) of all kernels in order of start, in nanoseconds.
 
-    A call is what runs between two markers: `LAUNCHES` launches of as many kernels each. The median launch's sum counts;
+    A call is what runs between two markers: `LAUNCHES` launches of as many kernels each. The median launch counts, and of it
+    the time in which any of its kernels ran: one that is launched ahead of the one that it waits for counts once.
     None where the number of kernels does not divide.
     """
-    calls: list[list[float]] = []
-    for _, duration, name in events:
+    calls: list[list[tuple[float, float]]] = []
+    for start, duration, name in events:
         if _MARKER in name:
             calls.append([])
         elif calls:
-            calls[-1].append(duration)
+            calls[-1].append((start, start + duration))
     times: list[float | None] = []
-    for durations in calls[:-1]:
-        each, odd = divmod(len(durations), LAUNCHES)
-        launches = [sum(durations[i * each : (i + 1) * each]) for i in range(LAUNCHES)]
+    for kernels in calls[:-1]:
+        each, odd = divmod(len(kernels), LAUNCHES)
+        launches = [_covered(kernels[i * each : (i + 1) * each]) for i in range(LAUNCHES)]
         times.append(None if odd or not each else statistics.median(launches) / 1e3)
     return times
+
+
+def _covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Time in which any of the spans (start, end), in order of start, lasts."""
+    total, until = 0.0, float("-inf")
+    for start, end in spans:
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def compile_ahead(shapes: Sequence[Shape], names: Sequence[str], workers: int) -> None:
+    """Launch every form of our own GEMM that the shapes take once, in several processes that share Triton's cache."""
+    own = [name for name in names if name.startswith("loka/")]
+    forms = {_form(name, shape): (name, shape) for shape in shapes for name in own if takes(name, shape)}
+    todo = list(forms.values())
+    if todo:
+        with multiprocessing.get_context("spawn").Pool(workers) as pool:
+            pool.map(_launch_once, [todo[i::workers] for i in range(workers)], chunksize=1)
+        print(f"compiled {len(todo)} forms", file=sys.stderr)
+
+
+def _form(name: str, shape: Shape) -> tuple[Any, ...]:
+    """What Triton compiles a GEMM of ours anew for: its cut, and which sizes are multiples of 16, or 1."""
+    plan = plan_of(shape.m, shape.n, shape.k, name.endswith("_fast"))
+    sizes = (shape.m, shape.n, parts_of(shape.k, plan.parts)[0].stop)
+    return name, replace(plan, parts=min(plan.parts, 2)), shape.k % STEP == 0, *((size == 1, size % 16 == 0) for size in sizes)
+
+
+def _launch_once(calls: Sequence[tuple[str, Shape]]) -> None:
+    from hil.kernels import RUNNERS
+
+    for name, shape in calls:
+        RUNNERS[name].bind(shape, pool := BufferPool())(0)
+        del pool
 
 
 def _profiled(calls: Sequence[tuple[Runner, Shape]], pool: BufferPool, first: int) -> list[float | None]:
@@ -105,13 +162,7 @@ def measured(shapes: Sequence[Shape], runners: Sequence[Runner], deadline: float
         if time.time() > deadline:
             print(f"out of time after {start} of {len(shapes)} shapes", file=sys.stderr)
             return
-        calls = [
-            (runner, shape)
-            for shape in shapes[start : start + _CHUNK]
-            for runner in runners
-            if (KERNELS[runner.name].kind == "batched_gemm") == (shape.groups > 1)
-            and not KERNELS[runner.name].illegal(shape.m, shape.n, shape.k)
-        ]
+        calls = [(runner, shape) for shape in shapes[start : start + _CHUNK] for runner in runners if takes(runner.name, shape)]
         for (runner, s), value in zip(calls, _profiled(calls, pool, LAUNCHES * done), strict=True):
             if value is not None:
                 yield {"kernel": runner.name, "m": s.m, "n": s.n, "k": s.k, "groups": s.groups, "time_us": value}
@@ -125,7 +176,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=60000, help="shapes to draw")
     parser.add_argument("--seed", type=int, default=9001)
     parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument(
+        "--kernels", nargs="+", default=list(TORCH), metavar="PATTERN", help="GEMMs (default: torch's but grouped)"
+    )
+    parser.add_argument("--workers", type=int, default=8, help="processes that compile our own GEMM (default 8)")
     options = parser.parse_args(arguments)
+    names = [
+        name
+        for name, spec in KERNELS.items()
+        if "gemm" in spec.kind and any(fnmatchcase(name, pattern) for pattern in options.kernels)
+    ]
+    if not names:
+        parser.error(f"--kernels {' '.join(options.kernels)} fits no GEMM; see: loka-sim kernels")
 
     import torch
 
@@ -133,13 +195,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no CUDA GPU here: run this on a Hopper machine", file=sys.stderr)
         return 3
     from hil.fingerprint import fingerprint
-    from hil.kernels.torch_gemm import GEMM_RUNNERS
+    from hil.kernels import RUNNERS
 
     began, shape = time.time(), ["m", "n", "k", "groups"]
     path, sidecar, careful = (options.out / name for name in ("launches.parquet", "launches.json", "gemm.parquet"))
     known = {tuple(row) for old in (path, careful) if old.is_file() for row in pd.read_parquet(old)[shape].to_numpy()}
-    shapes = [s for s in drawn(options.count, options.seed) if (s.m, s.n, s.k, s.groups) not in known]
-    fresh = pd.DataFrame(measured(shapes, GEMM_RUNNERS, began + 60 * options.minutes))
+    shapes = [s for s in drawn(options.count, options.seed, names) if (s.m, s.n, s.k, s.groups) not in known]
+    compile_ahead(shapes[:_COMPILED_FOR], names, options.workers)
+    fresh = pd.DataFrame(measured(shapes, [RUNNERS[name] for name in names], began + 60 * options.minutes))
     if not len(fresh):
         print("nothing new was measured", file=sys.stderr)
         return 1

@@ -3,6 +3,7 @@
 import json
 
 import pandas as pd
+import pytest
 
 from hil import launches
 from hil.kernels.base import Shape
@@ -49,3 +50,34 @@ def test_saved_rows_and_their_origin(tmp_path):
     read = pd.read_parquet(tmp_path / "launches.parquet")
     assert read.iloc[0].to_dict() == row and Shape(*read[["m", "n", "k", "groups"]].iloc[0]) == Shape(64, 32, 16)
     assert json.loads((tmp_path / "launches.json").read_text())["runs"] == [{"command": "made up", "rows": 1}]
+
+
+def test_a_kernel_that_waits_for_the_one_before_it_counts_once():
+    """Launched ahead, the second kernel's 3 us hold 2 us of the first one's 4."""
+    marker = "at::cuda::spin_kernel(long)"
+    events = [(0.0, 500.0, marker)]
+    for launch in range(3):
+        begun = 1000.0 + 10000 * launch
+        events += [(begun, 4000.0, "gemm_kernel"), (begun + 2000, 3000.0, "sum_kernel")]
+    assert launches.kernel_times([*events, (90000.0, 500.0, marker)]) == [5.0]
+
+
+def test_shapes_are_drawn_for_the_kernels_asked_for():
+    assert all(s.groups > 1 for s in launches.drawn(500, 5, ["torch/bf16_batched"]))
+    grouped = launches.drawn(500, 5, ["torch/fp8_grouped_rowwise_fast"])
+    assert {s.groups for s in grouped} & {26, 512} and all(s.n % 16 == s.k % 16 == 0 and s.groups <= 1023 for s in grouped)
+    own = launches.drawn(500, 5, ["loka/fp8_rowwise_fast", "fbgemm/fp8_rowwise_fast"])
+    assert own and all(s.groups == 1 and s.k % 16 == 0 for s in own)
+
+
+def test_a_form_of_our_own_gemm_is_compiled_once():
+    name = "loka/fp8_rowwise_fast"
+    assert launches._form(name, Shape(4096, 512, 1024)) == launches._form(name, Shape(8192, 512, 1024))
+    assert launches._form(name, Shape(4096, 512, 1024)) != launches._form(name, Shape(4097, 512, 1024))
+    assert launches._form(name, Shape(4096, 512, 1024)) != launches._form("loka/fp8_rowwise_split", Shape(4096, 512, 1024))
+
+
+def test_kernels_that_are_no_gemm_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        launches.main(["--out", "nowhere", "--kernels", "loka/quantize_*"])
+    assert "fits no GEMM" in capsys.readouterr().err
