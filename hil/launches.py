@@ -50,17 +50,26 @@ _MARKER = "spin_kernel"
 def drawn(count: int, seed: int, kernels: Collection[str] = TORCH) -> list[Shape]:
     """About `count` distinct shapes: 56% as `gemm_shapes`, 8% N and K multiples of 128, the rest tall, wide and batched.
 
-    Those of the kinds (batched or not) that none of the kernels takes are left out; grouped ones come with a kernel of theirs.
+    Without the kinds that none of the kernels takes, and with as many grouped ones as batched where a kernel takes those.
     """
     share = (gemm_shapes, 0.56), (tall_shapes, 0.07), (wide_shapes, 0.08), (interaction_shapes, 0.16), (batched_shapes, 0.05)
-    shapes = [shape for number, (draw, part) in enumerate(share, seed) for shape in draw(round(part * count), number)]
-    blocks = (
+    share = (*share, (_block_shapes, 0.08), (grouped_shapes, 0.21))
+    kinds = {"grouped" if "grouped" in name else KERNELS[name].kind for name in kernels}
+    of = {interaction_shapes: "batched_gemm", batched_shapes: "batched_gemm", grouped_shapes: "grouped"}
+    draws = [
+        (draw, round(part * count), number) for number, (draw, part) in enumerate(share, seed) if of.get(draw, "gemm") in kinds
+    ]
+    shapes = dict.fromkeys(chain.from_iterable(draw(part, number) for draw, part, number in draws))
+    legal = [shape for shape in shapes if any(takes(name, shape) for name in kernels)]
+    return [legal[i] for i in np.random.default_rng(seed).permutation(len(legal))]
+
+
+def _block_shapes(count: int, seed: int) -> list[Shape]:
+    """`gemm_shapes` brought to what block scaling needs: N and K multiples of 128."""
+    return [
         Shape(4 * max(1, round(s.m / 4)), *(128 * max(1, round(size / 128)) for size in (s.n, s.k)))
-        for s in gemm_shapes(round(0.08 * count), seed + len(share))
-    )
-    grouped = grouped_shapes(round(0.2 * count), seed + len(share) + 1) if any("grouped" in name for name in kernels) else []
-    shapes = [s for s in dict.fromkeys(chain(shapes, blocks, grouped)) if any(takes(name, s) for name in kernels)]
-    return [shapes[i] for i in np.random.default_rng(seed).permutation(len(shapes))]
+        for s in gemm_shapes(count, seed)
+    ]
 
 
 def takes(kernel: str, shape: Shape) -> bool:
