@@ -21,7 +21,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -52,8 +52,10 @@ def drawn(count: int, seed: int, kernels: Collection[str] = TORCH) -> list[Shape
 
     Without the kinds that none of the kernels takes, and with as many grouped ones as batched where a kernel takes those.
     """
-    share = (gemm_shapes, 0.56), (tall_shapes, 0.07), (wide_shapes, 0.08), (interaction_shapes, 0.16), (batched_shapes, 0.05)
-    share = (*share, (_block_shapes, 0.08), (grouped_shapes, 0.21))
+    share: tuple[tuple[Callable[[int, int], list[Shape]], float], ...] = (
+        (gemm_shapes, 0.56), (tall_shapes, 0.07), (wide_shapes, 0.08), (interaction_shapes, 0.16), (batched_shapes, 0.05),
+        (_block_shapes, 0.08), (grouped_shapes, 0.21),
+    )  # fmt: skip
     kinds = {"grouped" if "grouped" in name else KERNELS[name].kind for name in kernels}
     of = {interaction_shapes: "batched_gemm", batched_shapes: "batched_gemm", grouped_shapes: "grouped"}
     draws = [
