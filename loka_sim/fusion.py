@@ -50,7 +50,8 @@ class _Group:
     members: list[Scheduled]
     space: tuple[int, int]
     kind: str
-    before: int = 0  # bit set of the groups that must run earlier
+    bits: int  # its own, and those of the groups that it took in
+    before: int = 0  # bits of the groups that must run earlier: of each at least one
     reads: set[int] = field(default_factory=set)
     writes: set[int] = field(default_factory=set)
     added: set[int] = field(default_factory=set)  # of these, those that a scatter adds to
@@ -126,12 +127,12 @@ class _Fusion:
             index = len(self.groups)
             reads = {buffer for buffer, _ in loop.reads}
             made = set(loop.writes)
-            group = _Group([loop], loop.space, loop.kind, 0, reads, made, made if loop.kind == "scatter" else set())
+            group = _Group([loop], loop.space, loop.kind, 1 << index, 0, reads, made, made if loop.kind == "scatter" else set())
             for buffer in reads & self.maker.keys():
                 earlier = self.maker[buffer]
                 other = self.groups[earlier]
                 assert other is not None
-                group.before |= other.before | 1 << earlier
+                group.before |= other.before | other.bits
             self.groups.append(group)
             self.maker.update(dict.fromkeys(loop.writes, index))
 
@@ -191,30 +192,37 @@ class _Fusion:
                         return False
                     if buffer in writer.added:  # by others of the kernel's threads, at any time
                         return False
-        both, needed = 1 << first | 1 << second, one.before | other.before
+        both, needed = one.bits | other.bits, one.before | other.before
         between = needed & ~both
         # No third group may have to run after one of them and before the other: it would be among what the later one needs
         # and the earlier does not.
         rest = (one.before ^ other.before) & ~both if needed & both else 0
         while rest:
-            middle = self.groups[(rest & -rest).bit_length() - 1]
-            if middle is not None and middle.before & both:
+            middle = self.groups[self._where((rest & -rest).bit_length() - 1)]
+            assert middle is not None
+            if middle.before & both:
                 return False
             rest &= rest - 1
+        # What those lack that wait for one of them alone: where one waits for the other, those that wait for the earlier.
+        known = one.before & other.before
+        if needed & both:
+            known = other.before if one.before & other.bits else one.before
+        lacking = between & ~known
         one.members += other.members
         one.space = space
         one.kind = _joined_kind(one.kind, other.kind)
         one.reads |= other.reads
         one.writes |= other.writes
         one.added |= other.added
-        one.before = between
+        one.bits, one.before = both, between
         self.groups[second] = None
         self.moved[second] = first
         for buffer in other.writes:
             self.maker[buffer] = first
-        for group in filter(None, self.groups):
-            if group.before & both:
-                group.before = group.before & ~(1 << second) | 1 << first | between
+        if lacking:
+            for group in filter(None, self.groups):
+                if group.before & both:
+                    group.before |= between
         return True
 
 

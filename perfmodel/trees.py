@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 THREADS = 2
+# Rows from which on another thread is woken: for fewer, waiting for it takes longer than their trees where a core is busy.
+ROWS_A_THREAD = 1024
 _FILES = {"win32": "xgboost.dll", "darwin": "libxgboost.dylib"}
 
 
@@ -47,7 +49,7 @@ class Trees:
 
         Args:
             saved: Their bytes, as UBJSON or JSON.
-            threads: CPU threads of a prediction.
+            threads: Most CPU threads of a prediction.
 
         Raises:
             ValueError: xgboost cannot read them.
@@ -57,7 +59,7 @@ class Trees:
         library = _library()
         _check(library.XGBoosterCreate(None, ctypes.c_uint64(0), ctypes.byref(self._handle)))
         _check(library.XGBoosterLoadModelFromBuffer(self._handle, saved, ctypes.c_uint64(len(saved))))
-        _check(library.XGBoosterSetParam(self._handle, b"nthread", str(threads).encode()))
+        self.threads = threads
         number = ctypes.c_uint64()
         _check(library.XGBoosterGetNumFeature(self._handle, ctypes.byref(number)))
         self.features = number.value
@@ -109,6 +111,8 @@ class Trees:
         shape, dimensions = ctypes.POINTER(ctypes.c_uint64)(), ctypes.c_uint64()
         out = ctypes.POINTER(ctypes.c_float)()
         results = ctypes.byref(shape), ctypes.byref(dimensions), ctypes.byref(out)
+        threads = min(max(len(values) // ROWS_A_THREAD, 1), self.threads)
+        _check(library.XGBoosterSetParam(self._handle, b"nthread", str(threads).encode()))
         if contributions:
             data = ctypes.c_void_p()
             _check(library.XGDMatrixCreateFromDense(interface, b'{"missing": NaN}', ctypes.byref(data)))
