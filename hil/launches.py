@@ -57,7 +57,7 @@ def drawn(count: int, seed: int, kernels: Collection[str] = TORCH) -> list[Shape
         (_block_shapes, 0.08), (grouped_shapes, 0.21),
     )  # fmt: skip
     kinds = {"grouped" if "grouped" in name else KERNELS[name].kind for name in kernels}
-    of = {interaction_shapes: "batched_gemm", batched_shapes: "batched_gemm", grouped_shapes: "grouped"}
+    of: dict[Any, str] = {interaction_shapes: "batched_gemm", batched_shapes: "batched_gemm", grouped_shapes: "grouped"}
     draws = [
         (draw, round(part * count), number) for number, (draw, part) in enumerate(share, seed) if of.get(draw, "gemm") in kinds
     ]
