@@ -46,6 +46,7 @@ from perfmodel.kernels import GEMM_KERNELS, KERNELS
 from perfmodel.learn import Learned, learn_first, measured_range, predict, train
 from perfmodel.measured import LEAST_US, read_launches, read_timings
 from perfmodel.model import SCHEMA_VERSION, model_file, network_file, read_spec, size_class
+from perfmodel.slim import slim
 
 __all__ = [
     "FOLDS", "LEAST_US", "SHAPE", "fit", "folds_of", "judge", "predict", "read_launches", "read_timings", "table", "train",
@@ -145,7 +146,7 @@ def fit(
     for kernel, index in timings.groupby("kernel").indices.items():
         rows = timings.iloc[index]
         network, booster = learned[str(kernel)] = train(str(kernel), rows, hardware, first.get(str(kernel)))
-        (target / model_file(str(kernel))).write_bytes(gzip.compress(bytes(booster.save_raw("ubj")), 9, mtime=0))
+        (target / model_file(str(kernel))).write_bytes(gzip.compress(slim(booster), 9, mtime=0))
         if network is not None:
             (target / network_file(str(kernel))).write_bytes(gzip.compress(network.save(), 9, mtime=0))
         kernels[str(kernel)] = {

@@ -1,0 +1,49 @@
+"""Slim trees predict, explain and grow on as xgboost's own do."""
+
+import gzip
+
+import numpy as np
+import pytest
+import xgboost
+
+from perfmodel.slim import slim
+
+
+@pytest.fixture(scope="module")
+def rows() -> xgboost.DMatrix:
+    matrix = np.random.default_rng(0).uniform(-3, 3, (4000, 6))
+    return xgboost.DMatrix(matrix, np.sin(matrix[:, 0]) + matrix[:, 1] * (matrix[:, 2] > 0) + 0.7)
+
+
+@pytest.fixture(scope="module")
+def booster(rows) -> xgboost.Booster:
+    return xgboost.train({"max_depth": 9, "eta": 0.2, "seed": 0}, rows, 60)
+
+
+@pytest.fixture(scope="module")
+def smaller(booster) -> xgboost.Booster:
+    result = xgboost.Booster()
+    result.load_model(bytearray(slim(booster)))
+    return result
+
+
+def test_predictions_stay(booster, smaller, rows):
+    """Leaves are off by 2^-12 of their size at most, each tree's by less than the last one's."""
+    whole, half = booster.predict(rows), smaller.predict(rows)
+    assert not np.array_equal(whole, half)
+    np.testing.assert_allclose(half, whole, atol=2**-12 * 3)
+
+
+def test_explanations_stay(booster, smaller, rows):
+    whole, half = booster.predict(rows, pred_contribs=True), smaller.predict(rows, pred_contribs=True)
+    np.testing.assert_allclose(half, whole, atol=0.02)
+    np.testing.assert_allclose(half.sum(axis=1), smaller.predict(rows), atol=1e-4)
+
+
+def test_more_trees_grow_on_top(booster, smaller, rows):
+    both = [xgboost.train({"max_depth": 3, "seed": 0}, rows, 5, xgb_model=start).predict(rows) for start in (booster, smaller)]
+    assert np.abs(both[0] - both[1]).max() < 0.01
+
+
+def test_it_takes_less_room(booster):
+    assert len(gzip.compress(slim(booster), 9)) < 0.7 * len(gzip.compress(bytes(booster.save_raw("ubj")), 9))
