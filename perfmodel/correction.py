@@ -55,13 +55,16 @@ def coordinates(sizes: Sizes) -> Array:
     return np.stack([*(np.log2(size) for size in sizes), *(0.5 * np.log2(value) for value in aligned)], axis=1)
 
 
-def fit_machine(kernels: npt.NDArray[np.object_], features: Array, target: Array) -> dict[str, tuple[Array, Array]]:
+def fit_machine(
+    kernels: npt.NDArray[np.object_], features: Array, target: Array, rows_per_witness: float = 1.0
+) -> dict[str, tuple[Array, Array]]:
     """Machine coefficients of each kernel of one kind.
 
     Args:
         kernels: Name of each row's kernel, (rows,).
         features: `machine_features` of each row, (rows, 4).
         target: log(measured / predicted), (rows,).
+        rows_per_witness: So many rows say together what one would alone, where their errors are not independent.
 
     Returns:
         Four coefficients and their covariance (4, 4) per kernel, and under the empty name those of a kernel of this kind
@@ -80,18 +83,19 @@ def fit_machine(kernels: npt.NDArray[np.object_], features: Array, target: Array
             prior = np.diag(1 / deviation**2)
             weight, variance = np.ones(len(target)), 0.01
             for _ in range(5):
-                precision = design.T @ (weight[:, None] * design) / variance + prior
-                solution = np.linalg.solve(precision, design.T @ (weight * target) / variance)
+                counts = weight / (variance * rows_per_witness)
+                precision = design.T @ (counts[:, None] * design) + prior
+                solution = np.linalg.solve(precision, design.T @ (counts * target))
                 residual = target - design @ solution
                 variance = max(float(np.mean(weight * residual**2)), 1e-4)
                 weight = (TAIL + 1) / (TAIL + residual**2 / variance)
             likelihoods.append(-0.5 * (
-                len(target) * np.log(variance) + np.sum(weight * residual**2) / variance + solution @ prior @ solution
-                + np.linalg.slogdet(precision)[1] - np.linalg.slogdet(prior)[1]
+                (len(target) * np.log(variance) + np.sum(weight * residual**2) / variance) / rows_per_witness
+                + solution @ prior @ solution + np.linalg.slogdet(precision)[1] - np.linalg.slogdet(prior)[1]
             ))  # fmt: skip
             solutions.append(solution)
             # The Fisher information of a Student-t location, not the weights, says how much the rows know.
-            information = (TAIL + 1) / (TAIL + 3) * design.T @ design / variance
+            information = (TAIL + 1) / (TAIL + 3) * design.T @ design / (variance * rows_per_witness)
             covariances.append(np.linalg.inv(information + prior))
             priors.append(np.diag((scale * own * MACHINE_SD) ** 2))
     probable = np.exp(np.array(likelihoods) - max(likelihoods))

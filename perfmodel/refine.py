@@ -5,13 +5,14 @@ from __future__ import annotations
 from statistics import NormalDist
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from perfmodel.correction import Array, Local, choose_local, fit_local, fit_machine
 from perfmodel.judge import SHAPE, accuracy_of
 from perfmodel.kernels import KERNELS
 from perfmodel.model import SIZE_CLASSES_US, PerfModel, columns_of, size_class
-from perfmodel.refinement import LEAST_ROWS, NORMAL_90, Correction, Refinement, apply, inputs, interval, with_base
+from perfmodel.refinement import LEAST_ROWS, NEW, NORMAL_90, Correction, Refinement, apply, inputs, interval, with_base
 
 FOLDS = 5
 COVERAGE = 0.90
@@ -24,6 +25,8 @@ PRIOR_SHAPES = 40
 _NORMAL = np.array([NormalDist().inv_cdf((step + 0.5) / 200) for step in range(200)])
 # How far a second measurement of a shape is off (90th percentile) where the base does not know.
 REPEAT_P90 = 0.05
+# How sure held-out shapes must make it that a part of a correction helps: each of some twenty kernels is asked.
+SURE = 0.99
 METHODS = ("none", "machine", "local")
 
 
@@ -77,10 +80,9 @@ def _parts(
     local: dict[str, Local] = {}
     names, target = rows["kernel"].to_numpy(dtype=object), rows["target"].to_numpy()
     for group, index in rows.groupby("group").indices.items():
-        fitted = fit_machine(names[index], features[index], target[index])
         # Kernels err alike on a shape: rows of the same shape are no independent witnesses.
         per_shape = len(index) / rows.iloc[index].groupby(SHAPE).ngroups
-        fitted = {name: (value, per_shape * covariance) for name, (value, covariance) in fitted.items()}
+        fitted = fit_machine(names[index], features[index], target[index], per_shape)
         machine[str(group)] = fitted.pop("")
         machine |= fitted
     for kernel, index in rows.groupby("kernel").indices.items():
@@ -91,13 +93,21 @@ def _parts(
     return machine, local
 
 
-def _least(errors: Array) -> int:
-    """Index of the fewest of `METHODS` that nothing beats by more than a standard error of the held-out difference."""
-    judged = errors[np.isfinite(errors).all(axis=1)]
+def least_needed(errors: Array, shape: npt.NDArray[np.integer]) -> int:
+    """Index of the fewest parts that no more of them surely beat (`SURE`, Student's t), every shape one witness.
+
+    Args:
+        errors: Held-out errors with none of the parts, with the first, with two, ..., (rows, methods); NaN where not judged.
+        shape: Which rows are of one shape, (rows,).
+    """
+    from scipy.special import stdtrit
+
+    known = np.isfinite(errors).all(axis=1)
+    judged = pd.DataFrame(errors[known]).groupby(shape[known]).mean().to_numpy()
     chosen = 0
     for more in range(1, errors.shape[1]):
-        gain = judged[:, chosen] - judged[:, more]
-        if len(gain) > 1 and gain.mean() > gain.std(ddof=1) / np.sqrt(len(gain)):
+        gain = judged[:, chosen] - judged[:, more] if len(judged) else np.zeros(0)
+        if len(gain) > 1 and gain.mean() > stdtrit(len(gain) - 1, SURE) * gain.std(ddof=1) / np.sqrt(len(gain)):
             chosen = more
     return chosen
 
@@ -109,7 +119,7 @@ def _fit(base: PerfModel, rows: pd.DataFrame, seed: int) -> dict[str, Correction
     parameters = {kernel: (part.length, part.amplitude, part.noise) for kernel, part in local.items()}
     names, target = rows["kernel"].to_numpy(dtype=object), rows["target"].to_numpy()
     errors = np.full((len(rows), len(METHODS)), np.nan)
-    fold = shape_folds(rows, seed)
+    fold, shape = shape_folds(rows, seed), rows.groupby(SHAPE).ngroup().to_numpy()
     for number in range(FOLDS):
         train, test = np.flatnonzero(fold != number), np.flatnonzero(fold == number)
         if not len(train) or not len(test):
@@ -128,8 +138,8 @@ def _fit(base: PerfModel, rows: pd.DataFrame, seed: int) -> dict[str, Correction
     for key, index in rows.groupby("kernel").indices.items():
         kernel = str(key)
         group = str(rows["group"].iloc[index[0]])
-        judged = errors[index if len(index) >= LEAST_ROWS else by_group[group]]
-        method = METHODS[_least(judged)]
+        judged = index if len(index) >= LEAST_ROWS else by_group[group]
+        method = METHODS[least_needed(errors[judged], shape[judged])]
         if method == "local" and kernel not in local:
             method = "machine"
         unknown = kernel not in base.manifest["kernels"]
@@ -140,21 +150,28 @@ def _fit(base: PerfModel, rows: pd.DataFrame, seed: int) -> dict[str, Correction
     for name, index in by_group.items():
         # One kernel says little about another: a kind's part is for the others only where two or more agree on it.
         several = rows["kernel"].iloc[index].nunique() > 1
-        method = "machine" if several and _least(errors[index, :2]) else "none"
+        method = "machine" if several and least_needed(errors[index, :2], shape[index]) else "none"
         result[str(name)] = Correction(method, *machine[str(name)])
     return result
 
 
-def interval_bounds(score: Array, shapes: int, expected: tuple[float, float] = (-NORMAL_90, NORMAL_90)) -> tuple[float, float]:
+def interval_bounds(
+    score: Array, shapes: int, expected: tuple[float, float] = (-NORMAL_90, NORMAL_90), least: float = NORMAL_90
+) -> tuple[float, float]:
     """Bounds on (log measured - log predicted) / scale that hold 90%; they always include 0.
 
     Quantiles of the held-out scores together with what was expected of them, two half normals with those bounds: the
-    latter weigh as much as `PRIOR_SHAPES` shapes, so that a few shapes neither widen nor narrow what many calibrated.
+    latter weigh as much as `PRIOR_SHAPES` shapes, so that a few shapes do not widen much what many calibrated.
+
+    They are never narrower than the base's own: those hold for shapes of every kind, and a model's shapes are alike; where
+    they err less than usual, it is that they are easy ones, and the next model's are not. What is narrower near measured
+    shapes is the scale.
 
     Args:
         score: Held-out scores, (rows,).
         shapes: Distinct shapes among them: kernels err alike on a shape, so that rows count together as this many.
         expected: Bounds of 90% before any score was seen; the base's own by default.
+        least: How far from 0 either bound is at least; 0 for a kernel that the base does not know.
     """
     prior = np.where(_NORMAL < 0, -expected[0], expected[1]) / NORMAL_90 * _NORMAL
     values = np.concatenate([prior, score])
@@ -163,7 +180,7 @@ def interval_bounds(score: Array, shapes: int, expected: tuple[float, float] = (
     rank = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
     tail = (1 - COVERAGE) / 2
     low, high = np.interp([tail, 1 - tail], rank, values[order])
-    return min(float(low), 0.0), max(float(high), 0.0)
+    return min(float(low), -least), max(float(high), least)
 
 
 def _bounds(rows: pd.DataFrame, score: Array, predicted_us: Array) -> dict[str, list[tuple[float, float]]]:
@@ -171,20 +188,22 @@ def _bounds(rows: pd.DataFrame, score: Array, predicted_us: Array) -> dict[str, 
     classes, groups, names = size_class(predicted_us), rows["group"].to_numpy(), rows["kernel"].to_numpy()
     shape = rows.groupby(SHAPE).ngroup().to_numpy()
 
-    def bounds(pool: np.ndarray | slice, *expected: tuple[float, float]) -> tuple[float, float]:
-        return interval_bounds(score[pool], len(np.unique(shape[pool])), *expected)
+    def bounds(pool: np.ndarray, expected: tuple[float, float], least: float) -> tuple[float, float]:
+        return interval_bounds(score[pool], len(np.unique(shape[pool])), expected, least)
 
-    def by_class(pool: np.ndarray, whole: tuple[float, float]) -> list[tuple[float, float]]:
-        return [bounds(pool & (classes == number), whole) for number in range(len(SIZE_CLASSES_US) + 1)]
+    def by_class(pool: np.ndarray, whole: tuple[float, float], least: float) -> list[tuple[float, float]]:
+        return [bounds(pool & (classes == number), whole, least) for number in range(len(SIZE_CLASSES_US) + 1)]
 
-    everything = bounds(slice(None))
+    usual = (-NORMAL_90, NORMAL_90)
+    everything = bounds(np.ones(len(rows), dtype=bool), usual, NORMAL_90)
     result = {"": [everything] * (len(SIZE_CLASSES_US) + 1)}
     for group in np.unique(groups):
         # Nothing of another kind: GEMMs that are more regular than expected say nothing of quantizers.
-        of_group = bounds(groups == group)
-        result[str(group)] = by_class(groups == group, of_group)
+        least = 0.0 if str(group).startswith(NEW) else NORMAL_90
+        of_group = bounds(groups == group, usual, least)
+        result[str(group)] = by_class(groups == group, of_group, least)
         for name in np.unique(names[groups == group]):
-            result[str(name)] = by_class(names == name, bounds(names == name, of_group))
+            result[str(name)] = by_class(names == name, bounds(names == name, of_group, least), least)
     return result
 
 

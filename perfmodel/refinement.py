@@ -24,13 +24,15 @@ SCHEMA_VERSION = 3
 NORMAL_90 = 1.6449
 # A local part of fewer rows does not know where it knows nothing.
 LEAST_ROWS = 40
+# What the group of a kernel that the base does not know begins with.
+NEW = "new "
 
 
 def group_of(kernel: str, known: bool) -> str:
     """Kernels whose machine part is estimated together; one that the base does not know stands alone."""
     spec = KERNELS[kernel]
     kind = f"fp8_{spec.kind}" if spec.is_fp8 else spec.kind
-    return kind if known else f"new {kernel}"
+    return kind if known else f"{NEW}{kernel}"
 
 
 @dataclass(frozen=True)
