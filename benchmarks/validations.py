@@ -9,6 +9,11 @@ of times after refinement are of shapes that it did not see: the model's own cro
 
 prints what the shipped time model's decisions cost over the best of the sweep `zoo`, in which every zoo model's kernels were
 measured whole, on another machine; no fit has seen it.
+
+    python benchmarks/validations.py --calibration FOLDER
+
+prints how far a calibration's times (of `collect --gpu` or `validate --gpu`) are from the sweeps `blind`, `blind2` and `zoo`
+of data/h200, beside the shipped model's: shapes that neither has seen, measured on other machines of that kind.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from perfmodel import data_folder
 
 FAMILIES = ("gemm", "quantize", "layout")
 POLICIES = ("before", "cross_validated", "after", "bf16", "naive_tensorwise", "filter_tensorwise")
+BLIND, ENDS = ("blind", "blind2", "zoo"), ("time_us", "low_us", "high_us")
 VARIANTS = ("decision", "filter_tensorwise", "naive_tensorwise")
 
 
@@ -132,14 +138,49 @@ def swept() -> str:
     return markdown([*head, "torchao filter, tensorwise", "rowwise"], rows)
 
 
+def calibrated(folder: Path) -> str:
+    """A calibration of an H200 against the sweeps that no model has seen, per kernel, beside the shipped model."""
+    import pandas
+
+    import perfmodel
+    from loka_sim import calibration
+    from loka_sim.validation.measuring import timings
+    from perfmodel.judge import SHAPE, accuracy_of
+    from perfmodel.measured import read_timings
+
+    shipped, own = perfmodel.load("h200"), perfmodel.load(calibration.load(folder).hardware, folder)
+    known = set(shipped.manifest["kernels"]) & set(own.manifest["kernels"])
+    rows = read_timings("h200")
+    seen = pandas.MultiIndex.from_frame(timings(folder / "timings")[SHAPE])
+    rows = rows[rows["kernel"].isin(known) & ~pandas.MultiIndex.from_frame(rows[SHAPE]).isin(seen)]
+    found: dict[tuple[str, str], list[str]] = {}
+    for sweep in BLIND:
+        some = rows[rows["sweep"] == sweep].reset_index(drop=True)
+        both = (model.predict(some) for model in (shipped, own))
+        before, after = (accuracy_of(some, *(predicted[name].to_numpy() for name in ENDS)) for predicted in both)
+        for level in ("kinds", "kernels"):
+            for name, old in before[level].items():
+                new = after[level][name]
+                cells = [f"{old['n']:,}", *(f"{percent(old[key])} → {percent(new[key])}" for key in ("mape", "coverage"))]
+                found[("all of kind " if level == "kinds" else "") + name, sweep] = cells
+    names = dict.fromkeys(name for name, _ in sorted(found))
+    table = [[name, *(cell for sweep in BLIND for cell in found.get((name, sweep), ["–"] * 3))] for name in names]
+    head = ["kernel", *(text for sweep in BLIND for text in (f"{sweep}: n", "MAPE", "in 90%"))]
+    return markdown(head, table)
+
+
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--swept", action="store_true", help="decisions of the shipped time model, priced by the sweep zoo")
+    parser.add_argument("--calibration", type=Path, metavar="FOLDER", help="judge a calibration by sweeps that it has not seen")
     parser.add_argument("folder", type=Path, nargs="?", default=data_folder() / "h200" / "validations")
     options = parser.parse_args()
     if options.swept:
         print(swept())
+        return 0
+    if options.calibration:
+        print(calibrated(options.calibration))
         return 0
     documents = read(options.folder)
     if not documents:
