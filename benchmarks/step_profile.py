@@ -28,7 +28,15 @@ import torch._inductor.config
 from hil.compiled import Kernel, kernel_launches, recorded
 from hil.fingerprint import fingerprint
 from loka_sim.validation.runnable import runnable
-from loka_sim.validation.step_time import Convert, as_it_is, converted_by_table, converted_by_torchao, step_of, time_steps
+from loka_sim.validation.step_time import (
+    Convert,
+    as_it_is,
+    converted_by_table,
+    converted_by_torchao,
+    graphed,
+    step_of,
+    time_steps,
+)
 
 ITERATIONS = 4
 KINDS = (
@@ -44,19 +52,6 @@ KINDS = (
 def kind(name: str) -> str:
     """What a kernel's name says that it is."""
     return next((what for what, pattern in KINDS if re.search(pattern, name)), "other")
-
-
-def graphed(step: Callable[[], None]) -> Callable[[], None]:
-    """The same step as one CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def converter(variant: str, table: Path | None) -> Convert:

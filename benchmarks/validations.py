@@ -104,10 +104,12 @@ def steps(documents: Sequence[dict[str, Any]]) -> str:
             continue
         by_name = {variant["name"]: variant for variant in step["variants"]}
         whole = step["predicted_bf16_ms"]
-        cells = [name_of(document), asked, f"{by_name['bf16']['measured_ms']:.2f}", "–" if whole is None else f"{whole:.2f}"]
+        graph = by_name["bf16"].get("graph_ms")
+        measured = f"{by_name['bf16']['measured_ms']:.2f}" + (f", as a graph {graph:.2f}" if graph else "")
+        cells = [name_of(document), asked, measured, "–" if whole is None else f"{whole:.2f}"]
         for name in VARIANTS:
             variant = by_name.get(name) or by_name.get(f"{name}_before")
-            if variant is None:
+            if variant is None or variant["speedup"] is None:
                 cells += ["–", "–"]
                 continue
             # The decision before refinement stands for the refined one where that one's step was not measured.

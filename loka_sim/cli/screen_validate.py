@@ -146,12 +146,15 @@ def _step(document: dict[str, Any], style: Style) -> list[str]:
     step = document["step"]
     if step is None or not step["variants"]:
         return []
-    rows: list[tuple[str, ...]] = [("forward and backward", "ms", "measured", "predicted before", "after")]
+    graphs = any(variant.get("graph_ms") for variant in step["variants"])
+    head = ("ms", *(("as a graph",) if graphs else ()), "measured", "predicted before", "after")
+    rows: list[tuple[str, ...]] = [("forward and backward", *head)]
     for variant in step["variants"]:
         predicted = [_interval(variant[f"predicted_{when}"]) for when in ("before", "after")]
-        ms = variant["measured_ms"]
-        rows.append((shorten(variant["label"], 40), "–" if ms is None else _us(ms, 2), _ratio(variant["speedup"]), *predicted))
-    return [*_table(rows, "lrrrr", style), *_note(step, style)]
+        times = [variant["measured_ms"], *([variant.get("graph_ms")] if graphs else [])]
+        shown = ["–" if ms is None else _us(ms, 2) for ms in times]
+        rows.append((shorten(variant["label"], 40), *shown, _ratio(variant["speedup"]), *predicted))
+    return [*_table(rows, "l" + "r" * len(head), style), *_note(step, style)]
 
 
 def _changes(document: dict[str, Any], style: Style) -> list[str]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import loka_sim
+from loka_sim.dispatch.cost import Time
 from loka_sim.files import write_text_atomic
 from loka_sim.validation.request import Request
-from loka_sim.whole_step import TABLE_LAUNCHES, called_us
+from loka_sim.validation.runnable import TABLE_ROWS
+from loka_sim.whole_step import TABLE_LAUNCHES, called_us, others, table_gradient
 
 if TYPE_CHECKING:
     import pandas
@@ -83,7 +86,8 @@ def finish(
     request, folder, after = found.request, found.folder, found.after
     timed = None if refinement is None else time_part(request.hardware, folder, rows, refinement)
     dispatch = None if refinement is None else dispatch_part(found.before, after, refinement, rows)
-    run = step_part(step, found.before, after)
+    # The zoo's tables are cut to fit; a user's own model is run as it is.
+    run = step_part(step, found.before, after, sys.maxsize if ":" in request.model else TABLE_ROWS)
     tolerances = judge.tolerances(numerics, timed, dispatch, run)
     rest = {"name": "starting, refining, deciding anew", "seconds": found.between_s(), "complete": True, "note": None}
     document = {
@@ -122,21 +126,36 @@ def dispatch_part(before: WhatIf, after: WhatIf, refinement: Any, rows: pandas.D
     }  # fmt: skip
 
 
-def step_part(step: dict[str, Any] | None, before: WhatIf, after: WhatIf) -> dict[str, Any] | None:
+def step_part(step: dict[str, Any] | None, before: WhatIf, after: WhatIf, rows: int = TABLE_ROWS) -> dict[str, Any] | None:
     """Measured steps beside those predicted; a decision's is what torchao can run of it, predicted as that.
 
     `decision` is the refined one; `decision_before` the one that was taken before anything was measured, where it runs otherwise.
+    Where the host is the bound, steps are compared as CUDA graphs.
+
+    Args:
+        step: Medians as launched kernel by kernel, and as graphs where they were made; and a note.
+        before: The what-if by the shipped models.
+        after: By the refined ones.
+        rows: Most rows of an embedding table as it was run.
     """
     if not step or "bf16" not in step["medians"]:
         return None
     losses = {"decision": given_up(after), "decision_before": given_up(before)}
     answers = {"before": before, "after": after}
-    predicted = {when: {s.name: s.whole_speedup or s.speedup for s in answer.steps} for when, answer in answers.items()}
-    bf16 = step["medians"]["bf16"]["p50_ms"]
+    beside = {when: _table_gradients(answer, rows) for when, answer in answers.items()}
+    predicted = {when: _speedups(answer, beside[when]) for when, answer in answers.items()}
+    gemms, tables = sum(len(site.passes) for site in after.sites), TABLE_LAUNCHES * len(after.spec.tables)
+    whole, calls_us = after.steps[0].whole, called_us(after.others, gemms + tables)
+    bound = whole is not None and calls_us > whole.us
+    graphs = step.get("graphs") or {}
+    of_graphs = bound and "bf16" in graphs
+    seen = {name: found["p50_ms"] for name, found in (graphs if of_graphs else step["medians"]).items()}
     variants = []
     for name, found in step["medians"].items():
         variant = {
-            "name": name, "label": LABELS[name], "measured_ms": found["p50_ms"], "speedup": bf16 / found["p50_ms"],
+            "name": name, "label": LABELS[name], "measured_ms": found["p50_ms"],
+            "graph_ms": graphs[name]["p50_ms"] if name in graphs else None,
+            "speedup": seen["bf16"] / seen[name] if name in seen else None,
         }  # fmt: skip
         for when, answer in answers.items():
             # Each model has a decision of its own; where both were run, it says nothing of the other's.
@@ -157,15 +176,37 @@ def step_part(step: dict[str, Any] | None, before: WhatIf, after: WhatIf) -> dic
     lost, passes = losses[ran]
     if passes:
         notes.insert(0, f"torchao runs {passes} passes otherwise than decided, {lost:.0f} us a step slower as predicted")
-    gemms, tables = sum(len(site.passes) for site in after.sites), TABLE_LAUNCHES * len(after.spec.tables)
-    whole, calls_us = after.steps[0].whole, called_us(after.others, gemms + tables)
-    bound = whole is not None and calls_us > whole.us
     if bound:
-        notes.insert(0, f"the host is the bound: it launches the kernels in some {calls_us:,.0f} us, without a CUDA graph")
-    predicted_ms = None if whole is None else whole.us / 1e3
+        said = "; compared are steps as CUDA graphs" if of_graphs else ", without a CUDA graph"
+        notes.insert(0, f"the host is the bound: it launches the kernels in some {calls_us:,.0f} us{said}")
+    predicted_ms = None if whole is None else (whole.us + beside["after"]) / 1e3
     return {
-        "variants": variants, "predicted_bf16_ms": predicted_ms, "host_bound": bound, "note": "; ".join(notes) or None,
+        "variants": variants, "predicted_bf16_ms": predicted_ms, "host_bound": bound, "graphs": of_graphs,
+        "note": "; ".join(notes) or None,
     }  # fmt: skip
+
+
+def _table_gradients(answer: WhatIf, rows: int) -> float:
+    """Microseconds of the dense gradients that torch's embedding tables have beside what a training of them would launch."""
+    from perfmodel import fused
+
+    try:
+        model = fused.load(answer.settings.hardware)
+    except (FileNotFoundError, ValueError):
+        return 0.0
+    return sum(other.time.us for other in others(table_gradient(answer.spec.tables, rows), answer.spec.batch, model))
+
+
+def _speedups(answer: WhatIf, beside_us: float) -> dict[str, Time]:
+    """Predicted speedup of every way of running the model, with so many more microseconds in each."""
+    found = {}
+    for step in answer.steps:
+        if step.whole is None or step.whole_speedup is None:
+            found[step.name] = step.speedup
+        else:
+            us = step.whole.us
+            found[step.name] = Time(*((ratio * us + beside_us) / (us + beside_us) for ratio in step.whole_speedup))
+    return found
 
 
 def given_up(answer: WhatIf) -> tuple[float, int]:

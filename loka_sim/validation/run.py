@@ -324,7 +324,7 @@ class Validation:
         assert stepper is not None  # or there would be a result already
         found = stepper.result(max(self.budget.left(), 0.0) + OVERTIME * 60 * self.request.minutes)
         note = "; ".join(found["left_out"]) or None
-        return {"medians": found["medians"], "note": note, "complete": not note}
+        return {"medians": found["medians"], "graphs": found["graphs"], "note": note, "complete": not note}
 
 
 class _Later:

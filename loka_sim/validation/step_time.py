@@ -75,6 +75,22 @@ def step_of(model: Runnable, convert: Convert) -> Callable[[], None]:
     return step
 
 
+def graphed(step: Callable[[], None]) -> Callable[[], None]:
+    """A compiled step as one CUDA graph: what its kernels take where no host launches them one by one."""
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
 def time_steps(steps: Mapping[str, Callable[[], None]], turns: int) -> dict[str, list[float]]:
     """Milliseconds of each step, per turn; the variants alternate."""
     import torch

@@ -4,7 +4,8 @@
 
 compiles bf16 at once, then the decision as it stands before anything is measured, then the new one as soon as its table lies
 in the folder, where it runs otherwise, and last what a user would run without any. It times the variants in turn when it is told
-to, and writes `medians.json`.
+to, and writes `medians.json`. A step of few milliseconds is timed as one CUDA graph, too: what its host takes to launch
+it kernel by kernel may be all that is seen of it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ BASELINES = ("filter_tensorwise", "naive_tensorwise")
 TURNS, FEW_TURNS = 10, 3
 # How long past the deadline the decision's step may still be begun to compile, as a part of what bf16's took.
 OVERTIME = 0.35
+# Longer steps are the GPU's, whoever launches their kernels, and take memory that a graph would hold once more.
+MOST_GRAPHED_MS = 25.0
 FIRST, TABLE, GO, RESULT = "first.json", "table.json", "go.json", "medians.json"
 BEFORE, AFTER = "decision_before", "decision"
 # What timing takes, and what its process may take to write and to leave.
@@ -77,7 +80,7 @@ class Stepper:
         write_text_atomic(self.folder / GO, "{}\n")
         with self.child as child:
             code = child.wait(range(256), seconds)
-        found = read_json(self.folder / RESULT) or {"medians": {}, "left_out": []}
+        found = {"medians": {}, "graphs": {}, "left_out": [], **(read_json(self.folder / RESULT) or {})}
         if code is None:
             found["left_out"].append("what was being compiled when the time was over")
         elif code:
@@ -126,6 +129,8 @@ class Variants:
         """Nothing runs yet."""
         self.model, self.folder, self.deadline, self.lock = model, folder, deadline, lock
         self.steps: dict[str, Callable[[], None]] = {}
+        self.medians: dict[str, dict[str, float]] = {}
+        self.graphs: dict[str, dict[str, float]] = {}
         self.left_out: list[str] = []
         self.slowest = 0.0
 
@@ -160,6 +165,7 @@ class Variants:
         while not (self.folder / GO).exists() and time.time() < self.deadline:
             time.sleep(0.1)
         self._time(TURNS)
+        self._time_graphs()
 
     def _fits(self, name: str, seconds: float) -> bool:
         fits = time.time() + seconds + TIMING_S <= self.deadline
@@ -185,8 +191,25 @@ class Variants:
         from loka_sim.validation.step_time import quantiles, time_steps
 
         with self.lock:
-            medians = {name: quantiles(values) for name, values in time_steps(self.steps, turns).items()}
-        found = {"medians": medians, "left_out": self.left_out, "turns": turns}
+            self.medians = {name: quantiles(values) for name, values in time_steps(self.steps, turns).items()}
+        self._write(turns)
+
+    def _time_graphs(self) -> None:
+        """Short steps as one CUDA graph each; last, for a capture that fails may leave a GPU that runs nothing more."""
+        from loka_sim.validation.step_time import graphed, quantiles, time_steps
+
+        for name, step in self.steps.items():
+            if self.medians[name]["p50_ms"] > MOST_GRAPHED_MS:
+                continue
+            try:
+                with self.lock:
+                    self.graphs[name] = quantiles(time_steps({name: graphed(step)}, TURNS)[name])
+            except RuntimeError as error:
+                self.left_out.append(f"{name} as one CUDA graph: {(str(error).splitlines() or [''])[0][:200]}")
+            self._write(TURNS)
+
+    def _write(self, turns: int) -> None:
+        found = {"medians": self.medians, "graphs": self.graphs, "left_out": self.left_out, "turns": turns}
         write_text_atomic(self.folder / RESULT, json.dumps(found) + "\n")
 
 

@@ -100,7 +100,7 @@ def test_a_child_that_is_past_its_time_is_ended(tmp_path):
 @pytest.fixture
 def steps(monkeypatch):
     """Compiling takes as long as it is told to, and every variant a time of its own."""
-    order, takes = [], {"seconds": 0.01, "broken": ()}
+    order, takes = [], {"seconds": 0.01, "broken": (), "no_graph": (), "scale": 1.0}
 
     def step_of(model, convert):
         name = convert
@@ -114,9 +114,17 @@ def steps(monkeypatch):
     monkeypatch.setattr(step_time, "as_it_is", "bf16")
     monkeypatch.setattr(step_time, "converted_by_table", lambda table: table.get("name", "decision"))
     monkeypatch.setattr(step_time, "converted_by_torchao", lambda name: name)
-    monkeypatch.setattr(
-        step_time, "time_steps", lambda steps, turns: {name: [float(len(step))] * turns for name, step in steps.items()}
-    )
+
+    def graphed(step):
+        if step in takes["no_graph"]:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        return f"graph of {step}"
+
+    def time_steps(steps, turns):
+        return {name: [takes["scale"] * len(step)] * turns for name, step in steps.items()}
+
+    monkeypatch.setattr(step_time, "graphed", graphed)
+    monkeypatch.setattr(step_time, "time_steps", time_steps)
     return order, takes
 
 
@@ -142,6 +150,22 @@ def test_the_decision_comes_before_what_needs_none(steps, tmp_path):
     assert order == ["bf16", "decision", "filter_tensorwise", "naive_tensorwise"]
     assert list(found["medians"]) == order and found["left_out"] == []
     assert found["medians"]["decision"]["p50_ms"] == len("decision") and found["turns"] == 10
+
+
+def test_short_steps_are_timed_as_graphs_too(steps, tmp_path):
+    _, takes = steps
+    takes["no_graph"] = ("filter_tensorwise",)
+    found = run(tmp_path, decide=(0.1, {"sites": {}}))
+    names = ["bf16", "decision", "naive_tensorwise"]
+    assert {name: times["p50_ms"] for name, times in found["graphs"].items()} == {name: len(f"graph of {name}") for name in names}
+    # One that cannot be captured is named, and its time as launched is kept.
+    assert found["left_out"] == ["filter_tensorwise as one CUDA graph: operation not permitted when stream is capturing"]
+    assert set(found["medians"]) == {*names, "filter_tensorwise"}
+    # A long step is the GPU's, whoever launches it.
+    takes["scale"] = 10.0
+    (tmp_path / "long").mkdir()
+    found = run(tmp_path / "long", decide=(0.1, {"sites": {}}))
+    assert set(found["medians"]) == {*names, "filter_tensorwise"} and found["graphs"] == {}
 
 
 def test_it_waits_for_the_decision_before_all_else(steps, tmp_path):
