@@ -46,6 +46,7 @@ from perfmodel.kernels import GEMM_KERNELS, KERNELS
 from perfmodel.learn import Learned, learn_first, measured_range, predict, train
 from perfmodel.measured import LEAST_US, read_launches, read_timings
 from perfmodel.model import SCHEMA_VERSION, model_file, network_file, read_spec, size_class
+from perfmodel.parallel import each
 from perfmodel.slim import slim
 
 __all__ = [
@@ -53,7 +54,7 @@ __all__ = [
 ]  # fmt: skip
 
 # Sweeps whose shapes no fitted row may have, and what the manifest calls what they judge.
-NEVER_SEEN = {"zoo": "held_out_models", "blind": "held_out_blind", "blind2": "held_out_blind2"}
+NEVER_SEEN = {"zoo": "held_out_models", "blind": "held_out_blind", "blind2": "held_out_blind2", "blind3": "held_out_blind3"}
 TORCH_GEMMS = tuple(name for name in GEMM_KERNELS if KERNELS[name].library == "torch")
 HELD_OUT_SWEEPS = (*NEVER_SEEN, "repeat")
 # A kernel with fewer rows is left out.
@@ -143,17 +144,18 @@ def fit(
     target.mkdir(parents=True, exist_ok=True)
     kernels: dict[str, Any] = {}
     learned: dict[str, Learned] = {}
-    for kernel, index in timings.groupby("kernel").indices.items():
-        rows = timings.iloc[index]
-        network, booster = learned[str(kernel)] = train(str(kernel), rows, hardware, first.get(str(kernel)))
-        (target / model_file(str(kernel))).write_bytes(gzip.compress(slim(booster), 9, mtime=0))
-        if network is not None:
-            (target / network_file(str(kernel))).write_bytes(gzip.compress(network.save(), 9, mtime=0))
-        kernels[str(kernel)] = {
+    indices = {str(kernel): index for kernel, index in timings.groupby("kernel").indices.items()}
+    jobs = [(kernel, timings.iloc[index], hardware, first.get(kernel)) for kernel, index in indices.items()]
+    for (kernel, rows, *_), (mine, trees) in zip(jobs, each(_stored, jobs), strict=True):
+        index, learned[kernel] = indices[kernel], mine
+        (target / model_file(kernel)).write_bytes(trees)
+        if mine.network is not None:
+            (target / network_file(kernel)).write_bytes(gzip.compress(mine.network.save(), 9, mtime=0))
+        kernels[kernel] = {
             "held_out": accuracy(measured[index], predicted[index], bounds[index]),
             "classes": coverage_by_class(measured[index], fresh.predicted[index], bounds[index]),
-            "interval_factors": fresh.factors(timings, str(kernel), index),
-            "network": network is not None,
+            "interval_factors": fresh.factors(timings, kernel, index),
+            "network": mine.network is not None,
             "range": measured_range(rows),
         }
     judged = {
@@ -180,6 +182,12 @@ def fit(
     }
     (target / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
+
+
+def _stored(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Learned | None) -> tuple[Learned, bytes]:
+    """What `train` makes, and its trees as they are written."""
+    learned = train(kernel, rows, hardware, first)
+    return learned, gzip.compress(slim(learned.booster), 9, mtime=0)
 
 
 def _choice_line(what: str, r: dict[str, float]) -> str:

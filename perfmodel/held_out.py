@@ -21,6 +21,7 @@ from perfmodel.judge import SHAPE
 from perfmodel.kernels import GEMM_KERNELS
 from perfmodel.learn import Learned, predict, train
 from perfmodel.model import SIZE_CLASSES_US, size_class
+from perfmodel.parallel import each
 
 Array = npt.NDArray[np.float64]
 
@@ -73,15 +74,33 @@ def held_out(
     judged = list(range(part.max() + 1)) if judged is None else list(judged)
     shape = timings.groupby(SHAPE).ngroup().to_numpy()
     result = np.full(len(timings), np.nan)
-    for kernel, index in timings.groupby("kernel").indices.items():
-        rows = timings.iloc[index]
-        for number in judged:
-            test = part[index] == number
-            known = ~test & ~np.isin(shape[index], shape[index[test]])
-            if test.any() and known.sum() >= LEAST_ROWS:
-                learned = train(str(kernel), rows[known], hardware, (first or {}).get(str(kernel)))
-                result[index[test]] = predict(learned, str(kernel), rows[test], hardware)
-        print(f"held out {kernel}: {len(rows)} rows", file=sys.stderr)
+    indices = {str(kernel): index for kernel, index in timings.groupby("kernel").indices.items()}
+    jobs = [
+        (kernel, timings.iloc[index], shape[index], part[index], judged, hardware, (first or {}).get(kernel))
+        for kernel, index in indices.items()
+    ]
+    for (kernel, index), predicted in zip(indices.items(), each(_held_out, jobs), strict=True):
+        result[index] = predicted
+        print(f"held out {kernel}: {len(index)} rows", file=sys.stderr)
+    return result
+
+
+def _held_out(
+    kernel: str,
+    rows: pd.DataFrame,
+    shape: npt.NDArray[np.int64],
+    part: npt.NDArray[np.int64],
+    judged: Iterable[int],
+    hardware: HardwareSpec,
+    first: Learned | None,
+) -> Array:
+    """`held_out` of one kernel, whose rows have these shapes' numbers and parts."""
+    result = np.full(len(rows), np.nan)
+    for number in judged:
+        test = part == number
+        known = ~test & ~np.isin(shape, shape[test])
+        if test.any() and known.sum() >= LEAST_ROWS:
+            result[test] = predict(train(kernel, rows[known], hardware, first), kernel, rows[test], hardware)
     return result
 
 
@@ -152,15 +171,16 @@ def leave_out_runs(timings: pd.DataFrame, hardware: HardwareSpec, first: dict[st
     part, predicted, measured = folds_of(timings), by_fold.copy(), timings["p50_us"].to_numpy()
     run = runs_of(timings)
     ratios: dict[str, float] = {}
-    for kernel, rows in timings.groupby("kernel").indices.items():
-        index = np.asarray(rows)
-        if len(index) - np.bincount(run[index]).max() < LEAST_REST:
-            continue
-        part[index] = run[index]
-        predicted[index] = held_out(timings.iloc[index], hardware, first, run[index])
+    indices = {str(kernel): np.asarray(rows) for kernel, rows in timings.groupby("kernel").indices.items()}
+    indices = {kernel: i for kernel, i in indices.items() if len(i) - np.bincount(run[i]).max() >= LEAST_REST}
+    if indices:
+        several = np.concatenate(list(indices.values()))
+        part[several] = run[several]
+        predicted[several] = held_out(timings.iloc[several], hardware, first, run[several])
+    for kernel, index in indices.items():
         both = np.isfinite(by_fold[index]) & np.isfinite(predicted[index])
         widths = [np.quantile(np.abs(np.log(measured[index] / p[index]))[both], COVERAGE) for p in (predicted, by_fold)]
-        ratios[str(kernel)] = float(widths[0] / widths[1])
+        ratios[kernel] = float(widths[0] / widths[1])
     usual = max(1.0, float(np.median(list(ratios.values())))) if ratios else WIDER
     print(f"runs left out whole: intervals wider by a power of {usual:.2f}, the median of {len(ratios)} kernels", file=sys.stderr)
     wider = {str(kernel): 1.0 if kernel in ratios else usual for kernel in timings["kernel"].unique()}

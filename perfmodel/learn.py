@@ -9,6 +9,7 @@ small network takes what is smooth about them, and trees on top of it the jumps,
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -23,13 +24,14 @@ from perfmodel.judge import SHAPE
 from perfmodel.kernels import KERNELS
 from perfmodel.model import at_edge, baseline_us, columns_of, with_network
 from perfmodel.network import Network
+from perfmodel.parallel import each
 from perfmodel.steady import drift
 
 Array = npt.NDArray[np.float64]
 
 PARAMETERS: dict[str, Any] = {
     "max_depth": 6, "eta": 0.05, "subsample": 0.8, "colsample_bytree": 1.0, "colsample_bynode": 0.5, "min_child_weight": 2.0,
-    "objective": "reg:squarederror", "nthread": min(os.cpu_count() or 1, 16), "seed": 0,
+    "objective": "reg:squarederror", "nthread": 0, "seed": 0,
 }  # fmt: skip
 ROUNDS = 500
 # Memory-bound kernels: what torch.compile tunes is now and then a kernel three times as slow, which the median leaves aside.
@@ -82,22 +84,31 @@ def learn_first(launches: pd.DataFrame | None, hardware: HardwareSpec, kernels: 
     if not wanted:
         return {}
     launches = launches[launches["kernel"].isin(list(wanted))].reset_index(drop=True)
-    networks: dict[str, Network] = {}
+    rows = {kernel: np.flatnonzero(launches["kernel"] == kernel) for kernel in KERNELS if kernel in wanted}
+    jobs = [(kernel, launches.iloc[index], hardware) for kernel, index in rows.items()]
+    networks: list[Network] = []
     residual = np.full(len(launches), np.nan)
-    for kernel in (name for name in KERNELS if name in wanted):
-        index = np.flatnonzero(launches["kernel"] == kernel)
-        sizes = columns_of(mine := launches.iloc[index])
-        target = np.log(mine["time_us"].to_numpy(dtype=float) / baseline_us(kernel, *sizes, hardware))
-        _, matrix = features(kernel, *sizes, hardware)
-        networks[kernel] = network.train(matrix, target)
-        residual[index] = target - networks[kernel].predict(matrix)
+    for (kernel, mine, _), (net, off) in zip(jobs, each(_smooth, jobs), strict=True):
+        networks.append(net)
+        residual[rows[kernel]] = off
+        print(f"smooth part of {kernel}: {len(mine)} launches", file=sys.stderr)
     time = launches["time_us"].to_numpy(dtype=float) * np.exp(-drift(launches, residual))
-    first = {}
-    for kernel, net in networks.items():
-        index = np.flatnonzero(launches["kernel"] == kernel)
-        data = _data(kernel, launches.iloc[index], time[index], hardware, net)
-        first[kernel] = Learned(net, _xgboost().train(FIRST_PARAMETERS, data, FIRST_ROUNDS))
-    return first
+    grown = each(_jumps, [(*job, time[index], net) for job, index, net in zip(jobs, rows.values(), networks, strict=True)])
+    return dict(zip(rows, grown, strict=True))
+
+
+def _smooth(kernel: str, launches: pd.DataFrame, hardware: HardwareSpec) -> tuple[Network, Array]:
+    """The network of a kernel's launches, and by how much, as a logarithm, each took longer than it says."""
+    sizes = columns_of(launches)
+    target = np.log(launches["time_us"].to_numpy(dtype=float) / baseline_us(kernel, *sizes, hardware))
+    _, matrix = features(kernel, *sizes, hardware)
+    net = network.train(matrix, target)
+    return net, target - net.predict(matrix)
+
+
+def _jumps(kernel: str, launches: pd.DataFrame, hardware: HardwareSpec, time_us: Array, net: Network) -> Learned:
+    """Trees on top of the network, of launches without their drift."""
+    return Learned(net, _xgboost().train(FIRST_PARAMETERS, _data(kernel, launches, time_us, hardware, net), FIRST_ROUNDS))
 
 
 def train(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Learned | None = None) -> Learned:
