@@ -38,20 +38,16 @@ Table = dict[str, Any]
 
 def tables_of(model: str, batch: int, libraries: str) -> tuple[dict[str, Table], dict[str, Any]]:
     """The decisions' dispatch tables, and what is predicted for each and for bf16: milliseconds with their 90% interval."""
-    from whole_step import predicted
+    from whole_step import around, predicted
 
     import loka_sim
     from loka_sim.dispatch.table import from_whatif
-    from loka_sim.validation.runnable import TABLE_ROWS
-    from loka_sim.whole_step import by_kind, others, table_gradient
-    from perfmodel import fused
 
     tables: dict[str, Table] = {}
     expected: dict[str, Any] = {}
     for label, some in (("torch", "torch"), ("all", libraries)):
         answer = loka_sim.whatif(model, batch=batch, libraries=some)
-        tables_beside = by_kind(others(table_gradient(answer.spec.tables, TABLE_ROWS), batch, fused.load()))
-        found = predicted(model, batch, {(model, batch): (answer, tables_beside)})
+        found = predicted(model, batch, {(model, batch): (answer, *around(answer))})
         expected["bf16"], expected[label] = found["bf16"], found["decision"]
         tables[label] = from_whatif(answer.to_dict())
     tables[CONTROL], expected[CONTROL] = tables["torch"], expected["torch"]

@@ -2,12 +2,13 @@
 
     python benchmarks/whole_step.py                         # of data/h200/step_profiles.json
     python benchmarks/whole_step.py --add profiles/*.json   # takes in what benchmarks/step_profile.py wrote
+    python benchmarks/whole_step.py --predict dlrm-production:4096:bf16 --about "before a change"   # writes it down
 
-Forward and backward as measured there: one CUDA graph, tables cut to 10,000 rows, their gradients dense. `kernels` is the
-sum of the profiled kernels' durations, `graph` the wall time of the graph; where the GPU had other work beside, the second
-is too long, and left out where it plainly is. No kernel of these steps was learned from. Of some the prediction was written
-down before they are measured (data/h200/step_predictions.json), and stands last. Then the steps that validations timed as they
-are called, without a graph, beside what the host takes to launch them, or the GPU where that is longer.
+Forward and backward as measured there: one CUDA graph, tables cut to 10,000 rows, their gradients dense, a log loss behind the
+model. `kernels` is the sum of the profiled kernels' durations, `graph` the wall time of the graph; where the GPU had other work
+beside, the second is too long, and left out where it plainly is. Then sets of predictions that were written down before the
+steps were measured (data/h200/step_predictions.json), as they were. Then the steps that validations timed as they are called,
+without a graph, beside what the host takes to launch them, or the GPU where that is longer.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from loka_sim.dispatch.baselines import BASELINES
 from loka_sim.dispatch.candidates import operand_makers
+from loka_sim.dispatch.cost import Time
 from loka_sim.dispatch.steps import whole
 from loka_sim.fp8_step import converted
 from loka_sim.validation.runnable import TABLE_ROWS
 from loka_sim.whatif import WhatIf, whatif
-from loka_sim.whole_step import TABLE_LAUNCHES, by_kind, called_us, others, table_gradient
+from loka_sim.whole_step import TABLE_LAUNCHES, by_kind, called_us, log_loss, others, table_gradient
 from perfmodel import fused
 from perfmodel.data_folder import data_folder
 
@@ -47,71 +51,152 @@ def add(file: Path, profiles: Sequence[Path]) -> None:
     file.write_text(json.dumps(known, indent=1) + "\n")
 
 
-def predicted(model: str, batch: int, answers: dict[tuple[str, int], Any]) -> dict[str, tuple[float, float, float]]:
-    """Milliseconds of every variant of a model's measured step, with the ends of the 90% interval.
+class Predicted(NamedTuple):
+    """A step as predicted, in milliseconds with the ends of the 90% interval."""
+
+    kernels_ms: tuple[float, float, float]
+    graph_ms: tuple[float, float, float]
+
+
+def around(answer: WhatIf) -> tuple[dict[str, Time], float]:
+    """What the loss and dense gradients of a model's tables add to a step: by kind, and microseconds of gaps between kernels."""
+    times = fused.load()
+    more = [*table_gradient(answer.spec.tables, TABLE_ROWS), *log_loss()]
+    gap_us = sum(kernel.count for kernel in more) * (times.in_step.gap_us if times.in_step else 0.0)
+    return by_kind(others(more, answer.spec.batch, times)), gap_us
+
+
+def both(model: str, batch: int, answers: dict[tuple[str, int], Any]) -> dict[str, Predicted]:
+    """Every variant of a model's measured step: the sum of its kernels, and its CUDA graph.
 
     Args:
         model: As a what-if takes it.
         batch: Samples.
-        answers: By model and batch the what-if, and what dense gradients of its tables add by kind; what is not there is added.
+        answers: By model and batch the what-if, and what `around` says; what is not there is added.
     """
     if (model, batch) not in answers:
         answer: WhatIf = whatif(model, batch=batch)
-        tables = others(table_gradient(answer.spec.tables, TABLE_ROWS), batch, fused.load())
-        answers[model, batch] = answer, by_kind(tables)
-    answer, tables = answers[model, batch]
-    found = {step.name: whole(step.whole, tables) for step in answer.steps if step.whole is not None}
-    return {name: tuple(end / 1e3 for end in total) for name, total in found.items()}
+        answers[model, batch] = answer, *around(answer)
+    answer, beside, gap_us = answers[model, batch]
+    result = {}
+    for step in answer.steps:
+        if step.whole is not None:
+            total = whole(step.whole, beside)
+            graph = tuple((end + gap_us) / 1e3 for end in total)
+            result[step.name] = Predicted(tuple(end - (step.gaps_us + gap_us) / 1e3 for end in graph), graph)
+    return result
+
+
+def predicted(model: str, batch: int, answers: dict[tuple[str, int], Any]) -> dict[str, tuple[float, float, float]]:
+    """Milliseconds that the kernels of every variant take together, with the ends of the 90% interval; see `both`."""
+    return {name: found.kernels_ms for name, found in both(model, batch, answers).items()}
+
+
+def predict(file: Path, about: str, wanted: Sequence[str]) -> None:
+    """Write down what is predicted of steps, as one set more."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    known = json.loads(file.read_text())
+    answers: dict[tuple[str, int], Any] = {}
+    steps = []
+    for text in wanted:
+        model, batch, variant = text.rsplit(":", 2)
+        found = both(model, int(batch), answers)[variant]
+        entry = {"model": model, "batch": int(batch), "variant": variant}
+        steps.append({**entry, **{name: [round(end, 4) for end in ends] for name, ends in found._asdict().items()}})
+    known["sets"].append({"about": about, "predicted": now, "commit": commit, "steps": steps})
+    file.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def judge(what: str, ratios: Sequence[float], inside: Sequence[bool]) -> None:
+    """Print how far predictions are off, and how many intervals hold what was measured."""
+    if not ratios:
+        return
+    sizes = [abs(ratio - 1) for ratio in ratios]
+    within = sum(size <= 0.10 for size in sizes)
+    words = f"mean {statistics.mean(sizes):.1%}, worst {max(sizes):.1%}; {within} of {len(sizes)} within 10%"
+    print(f"{what}: {words}; {sum(inside)} of {len(inside)} inside their 90% intervals")
+
+
+def holds(ends: Sequence[float], measured: float) -> bool:
+    """Whether an interval holds what was measured."""
+    return ends[1] <= measured <= ends[2]
 
 
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--add", type=Path, nargs="+", default=[])
+    parser.add_argument("--predict", nargs="+", metavar="MODEL:BATCH:VARIANT", default=[])
+    parser.add_argument("--about", default="", help="of a set of predictions")
     parser.add_argument("--steps", type=Path, default=data_folder() / "h200" / "step_profiles.json")
     parser.add_argument("--predictions", type=Path, default=data_folder() / "h200" / "step_predictions.json")
     parser.add_argument("--validations", type=Path, nargs="+", default=[], help="documents of loka-sim validate")
     options = parser.parse_args()
+    if options.predict:
+        predict(options.predictions, options.about, options.predict)
+        return 0
     if options.add:
         add(options.steps, options.add)
     steps = json.loads(options.steps.read_text())["steps"]
-    written = json.loads(options.predictions.read_text())["steps"]
-    before = {tuple(step[name] for name in KEPT[:3]): step["predicted_ms"] for step in written}
+    sets = json.loads(options.predictions.read_text())["sets"]
     answers: dict[tuple[str, int], Any] = {}
-    errors, walls, signs, blind, covered = [], [], [], [], []
-    head = f"{'kernels':>9s}{'graph':>9s}{'predicted':>10s}{'90%':>20s}{'off':>8s}  speedup"
-    print(f"{'model':24s}{'batch':>6s}  {'variant':18s}{head}")
-    for step in steps:
-        found = predicted(step["model"], step["batch"], answers)
-        us, low, high = found[step["variant"]]
-        measured = step["kernels_ms"]
-        errors.append(us / measured - 1)
-        if step["graph_ms"] and step["graph_ms"] < DISTURBED * measured:
-            walls.append(us / step["graph_ms"] - 1)
-        graph = f"{step['graph_ms']:9.3f}" if step["graph_ms"] else f"{'':9s}"
-        line = f"{step['model']:24s}{step['batch']:6d}  {step['variant']:18s}{measured:9.3f}{graph}{us:10.3f}"
-        line += f"  [{low:7.3f}, {high:7.3f}]{errors[-1]:+8.1%}"
-        base = next((s for s in steps if [s[k] for k in KEPT[:3]] == [step["model"], step["batch"], "bf16"]), None)
-        if base is not None and base is not step:
-            ratios = base["kernels_ms"] / measured, found["bf16"][0] / us
-            signs.append((ratios[0] > 1) == (ratios[1] > 1))
-            line += f"  {ratios[0]:.3f}x, predicted {ratios[1]:.3f}x" + ("" if signs[-1] else "  WRONG SIGN")
-        if (said := before.get(tuple(step[name] for name in KEPT[:3]))) is not None:
-            blind.append(said[0] / measured - 1)
-            covered.append(said[1] <= measured <= said[2])
-            line += f"  said before: {said[0]:.3f} ({blind[-1]:+.1%})"
-        print(line)
-    kinds = [("kernels", errors), ("graph, where it is not a quarter longer than its kernels", walls)]
-    kinds += [("kernels, said before they were measured", blind)] * bool(blind)
-    for what, some in kinds:
-        sizes = [abs(error) for error in some]
-        within = sum(size <= 0.10 for size in sizes)
-        print(f"against {what}: mean {statistics.mean(sizes):.1%}, worst {max(sizes):.1%}; {within} of {len(sizes)} within 10%")
-    print(f"signs right {sum(signs)} of {len(signs)}")
-    if blind:
-        print(f"90% intervals said before hold {sum(covered)} of {len(covered)}")
+    show_steps(steps, answers)
+    for number, some in enumerate(sets):
+        show_said(number, some, steps)
     show_called(options.validations or sorted((data_folder() / "h200" / "validations").glob("*.json")), answers)
     return 0
+
+
+def show_steps(steps: Sequence[dict[str, Any]], answers: dict[tuple[str, int], Any]) -> None:
+    """Every measured step beside what is predicted of it now."""
+    head = f"{'kernels':>9s}{'predicted':>10s}{'90%':>20s}{'off':>8s}{'graph':>9s}{'predicted':>10s}{'off':>8s}  speedup"
+    print(f"{'model':24s}{'batch':>6s}  {'variant':18s}{head}")
+    ratios, inside, walls, held, signs = [], [], [], [], []
+    for step in steps:
+        found = both(step["model"], step["batch"], answers)
+        (us, low, high), graph = found[step["variant"]]
+        measured = step["kernels_ms"]
+        ratios.append(us / measured)
+        inside.append(low <= measured <= high)
+        line = f"{step['model'].rpartition('.')[2]:24s}{step['batch']:6d}  {step['variant']:18s}{measured:9.3f}{us:10.3f}"
+        line += f"  [{low:7.3f}, {high:7.3f}]{us / measured - 1:+8.1%}"
+        if step["graph_ms"] and step["graph_ms"] < DISTURBED * measured:
+            walls.append(graph[0] / step["graph_ms"])
+            held.append(holds(graph, step["graph_ms"]))
+            line += f"{step['graph_ms']:9.3f}{graph[0]:10.3f}{walls[-1] - 1:+8.1%}"
+        else:
+            line += " " * 27
+        base = next((s for s in steps if [s[k] for k in KEPT[:3]] == [step["model"], step["batch"], "bf16"]), None)
+        if base is not None and base is not step:
+            speedups = base["kernels_ms"] / measured, found["bf16"].kernels_ms[0] / us
+            signs.append((speedups[0] > 1) == (speedups[1] > 1))
+            line += f"  {speedups[0]:.3f}x, predicted {speedups[1]:.3f}x" + ("" if signs[-1] else "  WRONG SIGN")
+        print(line)
+    judge("against kernels", ratios, inside)
+    judge("against the graph, where it is not a quarter longer than its kernels", walls, held)
+    print(f"signs right {sum(signs)} of {len(signs)}")
+
+
+def show_said(number: int, some: dict[str, Any], steps: Sequence[dict[str, Any]]) -> None:
+    """What was said before steps were measured, as it was said: totals, and the speedup's sign."""
+    known = {tuple(step[name] for name in KEPT[:3]): step for step in steps}
+    pairs = [(entry, known.get(tuple(entry[name] for name in KEPT[:3]))) for entry in some["steps"]]
+    pairs = [(entry, step) for entry, step in pairs if step]
+    print(f"said before, {some['predicted']}, {some['about']}: {len(pairs)} of {len(some['steps'])} measured since")
+    for name in ("kernels_ms", "graph_ms"):
+        # The first set said what kernels take together; a graph's time is held to that, too.
+        judged = [(entry.get(name, entry["kernels_ms"]), step[name]) for entry, step in pairs if step[name]]
+        ratios, inside = [ends[0] / measured for ends, measured in judged], [holds(ends, measured) for ends, measured in judged]
+        judge(f"  against {name[:-3]}", ratios, inside)
+    said_ms = {tuple(entry[name] for name in KEPT[:3]): entry["kernels_ms"][0] for entry in some["steps"]}
+    signs = []
+    for key, ms in said_ms.items():
+        base = (*key[:2], "bf16")
+        if key != base and key in known and base in known and base in said_ms:
+            signs.append((known[base]["kernels_ms"] > known[key]["kernels_ms"]) == (said_ms[base] > ms))
+    if signs:
+        print(f"  signs right {sum(signs)} of {len(signs)}")
 
 
 def show_called(documents: Sequence[Path], answers: dict[tuple[str, int], Any]) -> None:
@@ -123,7 +208,7 @@ def show_called(documents: Sequence[Path], answers: dict[tuple[str, int], Any]) 
         if not document["step"]:
             continue
         model, batch = document["settings"]["model"], document["settings"]["batch"]
-        gpu = predicted(model, batch, answers)
+        gpu = {name: found.graph_ms for name, found in both(model, batch, answers).items()}
         for variant in document["step"]["variants"]:
             if variant["name"] in gpu and not variant["name"].startswith("decision"):
                 host = launched(answers[model, batch][0], variant["name"]) / 1e3

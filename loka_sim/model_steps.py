@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from loka_sim.dispatch.baselines import BASELINES
-from loka_sim.dispatch.candidates import operand_makers
+from loka_sim.dispatch.candidates import Row, operand_makers
+from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.decide import Decider
 from loka_sim.dispatch.operands import Toolbox
 from loka_sim.dispatch.steps import SiteCost, Step, step
@@ -28,6 +29,7 @@ def model_steps(
     torch: Toolbox,
     others: tuple[Other, ...],
     hardware: HardwareSpec,
+    in_step: tuple[Mapping[Row, Time], Mapping[bool, float]] = ({}, {}),
 ) -> tuple[tuple[Step, ...], Converted | None]:
     """Step times of bf16, the baselines and the decision, and what stands beside the GEMMs of the last.
 
@@ -39,8 +41,10 @@ def model_steps(
         torch: torch's kernels, which baselines and torchao run.
         others: What stands beside the GEMMs in bf16; nothing where the specification does not say.
         hardware: The GPU.
+        in_step: What `whole_step.gemms_in_step` says of the launches.
     """
     beside = by_kind(others) if others else None
+    between = Times(in_step[0], decider.times.outside) if in_step[0] else None
 
     def made(
         name: str, label: str, description: str, assignments: Sequence[Mapping[str, str]], toolbox: Toolbox
@@ -53,7 +57,10 @@ def model_steps(
         inside = [] if found is None else [site.name in found.sites for site in spec.sites]
         fp8 = None if found is None else found.by_kind
         times, max_mere = decider.times, decider.policy.max_mere
-        return step(name, label, description, costs, assignments, times, max_mere, toolbox, beside, inside, fp8), found
+        summed = step(
+            name, label, description, costs, assignments, times, max_mere, toolbox, beside, inside, fp8, between, in_step[1]
+        )  # fmt: skip
+        return summed, found
 
     steps = [
         made(

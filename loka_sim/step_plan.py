@@ -317,7 +317,7 @@ def timeline(
     Args:
         answer: The what-if.
         launched: What each pass launches: `in_bf16`, `as_decided`, or what a table says.
-        times: Of every row; None for the what-if's own.
+        times: Of every row; None for the what-if's own, as in a whole step where that is known.
         converted: What stands beside its GEMMs, quantization among it; None where that is as in bf16 and each site launches its
             own quantizers.
     """
@@ -329,5 +329,6 @@ def timeline(
         return [row for row in rows if not (inside and torch_makes(row))]
 
     # What is known of all kernels holds the norms, activations and bias gradients that each site knows of too.
-    pieces = site_pieces(answer.sites, answer.times.of if times is None else times, unfused, around=not others)
+    known = times or answer.between or answer.times.of
+    pieces = site_pieces(answer.sites, known, unfused, around=not others)
     return schedule(plan([*pieces, *others], answer.communication))

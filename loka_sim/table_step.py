@@ -13,6 +13,7 @@ from loka_sim.dispatch.table import load
 from loka_sim.errors import DataError, expected_of_lower_floors
 from loka_sim.fp8_step import converted
 from loka_sim.step_plan import timeline
+from loka_sim.whole_step import gemms_in_step
 from perfmodel.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -76,5 +77,8 @@ def table_timeline(answer: WhatIf, path: str | Path) -> Timeline:
         return [*quantize, gemm]
 
     shapes = [site.shape for site in answer.sites]
-    fp8 = converted(answer.spec, model.hardware, shapes, assignments, made) if answer.others else None
+    fp8 = None
+    if answer.others:
+        fp8 = converted(answer.spec, model.hardware, shapes, assignments, made)
+        times, _ = gemms_in_step(times, model.hardware)
     return timeline(answer, launched, times, fp8)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from loka_sim.communication import Communication, Parallel, communication
 from loka_sim.dispatch.accuracy import Errors
 from loka_sim.dispatch.around import Around, around
 from loka_sim.dispatch.candidates import Row, SiteShape, possible_rows
-from loka_sim.dispatch.cost import Times
+from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.decide import Accuracies, Decider, PassDecision, Policy
 from loka_sim.dispatch.operands import DEFAULT_LIBRARIES, Toolbox, parse_libraries
 from loka_sim.dispatch.steps import SiteCost, Step
@@ -32,7 +32,7 @@ from loka_sim.model_steps import model_steps
 from loka_sim.modelspec import ModelSpec, Site
 from loka_sim.sources import Distributions, distributions, model_spec
 from loka_sim.step_plan import DECISION, LAUNCHED, timeline
-from loka_sim.whole_step import Other, of_step
+from loka_sim.whole_step import Other, gemms_in_step, of_step
 from perfmodel.kernels import KERNELS
 from perfmodel.timeline import Timeline
 from perfmodel.topology import Cluster
@@ -138,6 +138,7 @@ class WhatIf:
         parallel: How the job is spread over GPUs.
         others: What the step holds beside the sites' GEMMs; nothing where the specification does not say.
         converted: The same of the step as decided, its quantization among them; None where it is not known.
+        between: Launches as they run between the other kernels of a whole step; nothing where that is not known.
     """
 
     settings: Settings
@@ -152,6 +153,7 @@ class WhatIf:
     parallel: Parallel = Parallel()
     others: tuple[Other, ...] = ()
     converted: Converted | None = None
+    between: Mapping[Row, Time] = field(default_factory=dict)
 
     @property
     def decision(self) -> Step:
@@ -274,9 +276,10 @@ def whatif(
     )
     costs = [SiteCost(*entry) for entry in zip(shapes, arounds, accuracies, strict=True)]
     others = of_step(spec, timing.hardware)
-    steps, fp8 = model_steps(spec, costs, sites, decider, torch, others, timing.hardware)
+    between, off = gemms_in_step(times.of, timing.hardware) if others else ({}, {})
+    steps, fp8 = model_steps(spec, costs, sites, decider, torch, others, timing.hardware, (between, off))
     return WhatIf(
-        settings, spec, _hardware(timing), known, sites, steps, exchanged, times, decider.toolbox, parallel, others, fp8
+        settings, spec, _hardware(timing), known, sites, steps, exchanged, times, decider.toolbox, parallel, others, fp8, between
     )
 
 

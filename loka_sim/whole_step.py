@@ -7,26 +7,33 @@ of the dense step, which are among them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from loka_sim.dispatch.candidates import Row
 from loka_sim.dispatch.cost import Time
-from loka_sim.modelspec import Dim, Fused, ModelSpec, Table
+from loka_sim.modelspec import PASSES, Dim, Fused, ModelSpec, Table
 from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE, Piece
 from perfmodel import hardware as hardware_module
+from perfmodel.in_step import GEMMS, family
+from perfmodel.kernels import KERNELS
 from perfmodel.optimizers import OPTIMIZERS, UNCERTAINTY, step_us
 
 if TYPE_CHECKING:
     from perfmodel.fused import FusedModel
     from perfmodel.hardware import HardwareSpec
+    from perfmodel.in_step import InStep
 
 # A compiled forward and backward without a CUDA graph, on an H200's host: what one takes, and each kernel that it launches.
 # A line through four networks of 48 to 232 launches (`python -m hil.fused eager`, step_compiled in data/h200/eager_ops.json).
 STEP_CALL_US, CALL_US = 1355.0, 19.6
+
+
+GAP = "gap"
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class Other:
 
     Attributes:
         phase: Part of the step, see `loka_sim.step_plan.PHASES`.
-        kind: As `Fused.kind`, or `optimizer`.
+        kind: As `Fused.kind`, or `optimizer`, or `gap` of what passes between kernels.
         label: What they compute.
         moved_bytes: Bytes that one of them reads and writes.
         count: Their number.
@@ -59,7 +66,8 @@ class Other:
         return [Piece(self.phase, name, self.kind, one, None, f"fused {self.kind}", details)] * self.count
 
 
-def _row(kernel: Fused, batch: int) -> dict[str, Any]:
+def described(kernel: Fused, batch: int) -> dict[str, Any]:
+    """A kernel at a batch as `perfmodel.fused` takes it."""
     from perfmodel.fused import instructions_of
 
     sizes = ("kept", "reduced", "read_bytes", "written_bytes", "unordered_bytes")
@@ -89,6 +97,19 @@ def table_gradient(tables: Iterable[Table], rows: int) -> list[Fused]:
             )
         )
     return found
+
+
+LOSS_LAUNCHES = 14
+"""Kernels of torch's log loss of bf16 logits, forward and backward together (torch 2.11)."""
+
+
+def log_loss() -> list[Fused]:
+    """What a loss outside the compiled model launches: that of binary labels, each kernel over the batch in FP32."""
+    size = Dim(0, 4)
+    return [
+        Fused(phase, "pointwise", "log loss", Dim(0, 1), Dim(1), size, size, Dim(0), count=LOSS_LAUNCHES // 2)
+        for phase in (FORWARD, BACKWARD)
+    ]
 
 
 def table_update(tables: Iterable[Table], batch: int, optimizer: str) -> list[Fused]:
@@ -141,19 +162,30 @@ def others(kernels: Sequence[Fused], batch: int, model: FusedModel) -> list[Othe
 
     if not kernels:
         return []
-    rows = pandas.DataFrame([_row(kernel, batch) for kernel in kernels])
+    rows = pandas.DataFrame([described(kernel, batch) for kernel in kernels])
     times = model.predict(rows)
     moved = (rows["read_bytes"] + rows["written_bytes"]).to_numpy()
     ends = times[["time_us", "low_us", "high_us"]].to_numpy()
+    if model.in_step is not None:
+        ends = _in_step(model.in_step, [family(kernel.kind, kernel.label) for kernel in kernels], moved, ends)
     return [
         Other(k.phase, k.kind, k.label, int(size), k.count, Time(*(k.count * end).tolist()), bool(known))
         for k, size, end, known in zip(kernels, moved, ends, times["measured"], strict=True)
     ]
 
 
-# A row's adds follow one another: what power-law ids (12,100 on the hottest of 10,000 rows) took longer than uniform ones,
-# 131,072 ids of 256 elements (`python -m hil.fused compiled --families 'table_gradient*'`, H200).
-CONFLICT_US = 0.012
+def _in_step(model: InStep, families: Sequence[str], moved: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Times and ends inside a step: those of a family are off together, which is less than each by itself."""
+    us = ends[:, 0] * model.fused(families, moved)
+    shares = [model.off.get(name) for name in families]
+    below, above = (np.array([other if share is None else share for share, other in zip(shares, alone, strict=True)])
+                    for alone in (1 - ends[:, 1] / ends[:, 0], ends[:, 2] / ends[:, 0] - 1))  # fmt: skip
+    return np.stack([us, us * np.maximum(1 - below, 0.0), us * (1 + above)], axis=1)
+
+
+# A row's adds follow one another: tables of 3 to 14 rows took so much longer a sample in profiled steps than those of thousands
+# (dcnv2-production at batches 2,048 and 8,192, H200); power-law ids over 10,000 rows 0.012 us (families `table_gradient*`).
+CONFLICT_US = 0.009
 
 
 def conflicts(tables: Iterable[Table], batch: int) -> list[Other]:
@@ -185,6 +217,37 @@ def _times(name: str, capability: tuple[int, ...]) -> FusedModel | None:
         return None
 
 
+def gemms_in_step(times: Mapping[Row, Time], hardware: HardwareSpec) -> tuple[dict[Row, Time], dict[bool, float]]:
+    """Launches as they run between the other kernels of a step, and by which share FP8 GEMMs, and others, may be off together.
+
+    Args:
+        times: Of each launch alone; of what is no GEMM they stay.
+        hardware: The GPU.
+    """
+    model = _times(hardware.name, tuple(hardware.capability))
+    if model is None or model.in_step is None:
+        return dict(times), {}
+    inside = model.in_step
+    found = {}
+    for row, time in times.items():
+        spec = KERNELS[row.kernel]
+        factor = inside.gemm(spec.is_fp8, time.us) if spec.kind == "gemm" else 1.0
+        found[row] = Time(*(factor * end for end in time))
+    return found, {fp8: inside.off.get(family, 0.0) for fp8, family in enumerate(GEMMS)}  # type: ignore[misc]
+
+
+def gaps(kernels: Iterable[Fused], spec: ModelSpec, model: InStep | None) -> list[Other]:
+    """What passes between the kernels of a forward and a backward in a CUDA graph."""
+    found = []
+    for phase, passes in ((FORWARD, {"output"}), (BACKWARD, set(PASSES) - {"output"})):
+        count = sum(len(passes & set(site.passes)) for site in spec.sites)
+        count += sum(kernel.count for kernel in kernels if kernel.phase == phase)
+        us = 0.0 if model is None else count * model.gap_us
+        if us:
+            found.append(Other(phase, GAP, "between kernels of a CUDA graph", 0, 1, Time(us, 0.5 * us, 1.5 * us), True))
+    return found
+
+
 def of_step(
     spec: ModelSpec, hardware: HardwareSpec, optimizer: str = "adamw", kernels: Sequence[Fused] | None = None
 ) -> tuple[Other, ...]:
@@ -203,12 +266,15 @@ def of_step(
         return ()
     if model.hardware != hardware:
         model = replace(model, hardware=hardware)  # with its own ceilings
-    every = [*(spec.fused if kernels is None else kernels), *table_update(spec.tables, spec.batch, optimizer)]
+    step = spec.fused if kernels is None else kernels
+    every = [*step, *table_update(spec.tables, spec.batch, optimizer)]
     adds = any(kernel.kind == "scatter" for kernel in spec.fused)
     found = [*others(every, spec.batch, model), *(conflicts(spec.tables, spec.batch) if adds else [])]
+    found += gaps(step, spec, model.in_step)
     return (*found, *optimizer_step(dense_tensors(spec), optimizer, hardware))
 
 
 def called_us(found: Iterable[Other], gemms: int) -> float:
     """What a host takes to launch a step's forward and backward kernel by kernel, without a CUDA graph, in microseconds."""
-    return STEP_CALL_US + CALL_US * (gemms + sum(other.count for other in found if other.phase in (FORWARD, BACKWARD)))
+    launched = sum(other.count for other in found if other.phase in (FORWARD, BACKWARD) and other.kind != GAP)
+    return STEP_CALL_US + CALL_US * (gemms + launched)

@@ -19,8 +19,10 @@ import numpy.typing as npt
 import pandas as pd
 
 from perfmodel import hardware as hardware_module
+from perfmodel import in_step
 from perfmodel.data_folder import data_folder
 from perfmodel.hardware import HardwareSpec
+from perfmodel.in_step import InStep
 from perfmodel.trees import Trees
 
 Array = npt.NDArray[np.float64]
@@ -93,11 +95,13 @@ class FusedModel:
         hardware: The GPU.
         folder: Where the trees and their manifest lie.
         manifest: What they were fitted on, and how far off they were on kernels held out.
+        in_step: What kernels take inside a step, beside what they take alone; None where no steps were profiled.
     """
 
     hardware: HardwareSpec
     folder: Path
     manifest: dict[str, Any]
+    in_step: InStep | None = None
 
     @cached_property
     def _trees(self) -> Trees:
@@ -148,4 +152,4 @@ def load(hardware: str = "h200") -> FusedModel:
     manifest = json.loads(path.read_text())
     if manifest.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"{path} has schema version {manifest.get('schema_version')!r}; this loka-sim reads {SCHEMA_VERSION}")
-    return FusedModel(spec, folder, manifest)
+    return FusedModel(spec, folder, manifest, in_step.load(hardware))

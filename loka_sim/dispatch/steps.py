@@ -42,6 +42,7 @@ class Step:
         unsafe_passes: FP8 passes whose predicted MERE is not below the limit.
         whole: Forward and backward with everything in them; None where the specification does not know what that is.
         whole_speedup: bf16's over this one's.
+        gaps_us: Of `whole`, what passes between the kernels of a CUDA graph.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Step:
     unsafe_passes: int
     whole: Time | None = None
     whole_speedup: Time | None = None
+    gaps_us: float = 0.0
 
 
 def torch_makes(row: Row) -> bool:
@@ -65,21 +67,32 @@ def torch_makes(row: Row) -> bool:
     return KERNELS[row.kernel].library == "torch" and KERNELS[row.kernel].kind in ("quantize", "layout")
 
 
-def whole(gemms: Time, beside: Mapping[str, Time]) -> Time:
+NOTHING: Mapping[str, Time] = {}
+CERTAIN: Mapping[bool, float] = {}
+
+
+def by_precision(times: Times, rows: Counter[Row]) -> dict[bool, float]:
+    """Total of the GEMMs among launches, FP8 and not."""
+    total = {False: 0.0, True: 0.0}
+    for row, count in rows.items():
+        if KERNELS[row.kernel].kind == "gemm":
+            total[KERNELS[row.kernel].is_fp8] += count * times.of[row].us
+    return total
+
+
+def whole(gemms: Time, beside: Mapping[str, Time], off_us: float = 0.0) -> Time:
     """A step of GEMMs with their quantization, and of what stands beside them.
 
     Args:
         gemms: Their total.
         beside: The others' total by kind: kernels of one kind are off together, those of several kinds independently.
+        off_us: By how much the GEMMs may be off together beside that, on either side.
     """
-    parts = [gemms, *beside.values()]
+    parts = [gemms, *beside.values(), Time(0.0, -off_us, off_us)]
     us = sum(part.us for part in parts)
     below = sum((part.us - part.low_us) ** 2 for part in parts) ** 0.5
     above = sum((part.high_us - part.us) ** 2 for part in parts) ** 0.5
     return Time(us, us - below, us + above)
-
-
-NOTHING: Mapping[str, Time] = {}
 
 
 def speedup(
@@ -88,6 +101,7 @@ def speedup(
     than: Counter[Row],
     beside: Mapping[str, Time] = NOTHING,
     beside_than: Mapping[str, Time] = NOTHING,
+    off: Mapping[bool, float] = CERTAIN,
 ) -> Time:
     """How many times faster `rows` are than `than`, with a 90% interval.
 
@@ -101,6 +115,7 @@ def speedup(
         than: Those that they are compared with.
         beside: What else runs with `rows`, by kind.
         beside_than: And with `than`.
+        off: By which share FP8 GEMMs, and the others, may be off together, the half-width of a 90% interval.
     """
     both = rows & than
     common, new, gone = (times.difference(part, ()) for part in (both, rows - both, than - both))
@@ -120,6 +135,10 @@ def speedup(
         ends = tuple(abs(shift) * abs(end / known.us - 1) for end in (known.low_us, known.high_us)) if known.us else (0.0, 0.0)
         below += ends[shift < 0] ** 2
         above += ends[shift >= 0] ** 2
+    if off:
+        here_us, there_us = by_precision(times, rows), by_precision(times, than)
+        together = sum((share * (there_us[fp8] - ratio * here_us[fp8]) / fast) ** 2 for fp8, share in off.items())
+        below, above = below + together, above + together
     return Time(ratio, ratio - below**0.5, ratio + above**0.5)
 
 
@@ -135,6 +154,8 @@ def step(
     beside: Mapping[str, Time] | None = None,
     converted: Sequence[bool] = (),
     beside_converted: Mapping[str, Time] | None = None,
+    in_step: Times | None = None,
+    off: Mapping[bool, float] = CERTAIN,
 ) -> Step:
     """Add up a model's sites under one assignment each, their operands made by the fastest kernels of a toolbox.
 
@@ -150,6 +171,8 @@ def step(
         beside: Every other kernel of a forward and backward in bf16, by kind; None where it is not known.
         converted: Of each site whether its quantization by torch is among `beside_converted`; empty for none.
         beside_converted: Every kernel of this forward and backward beside GEMMs; None where it is bf16's.
+        in_step: Of every launch as it runs between the others of a whole step; None for `times`.
+        off: As `speedup` takes it, of those.
     """
     bf16_gemms: Counter[Row] = Counter()
     gemms: Counter[Row] = Counter()
@@ -177,10 +200,14 @@ def step(
     complete = None
     if beside is not None:
         rest = beside if beside_converted is None else beside_converted
-        complete = whole(times.interval(apart), rest), speedup(times, +apart, bf16_gemms, rest, beside)
+        between = times if in_step is None else in_step
+        together = sum(off.get(fp8, 0.0) * us for fp8, us in by_precision(between, apart).items())
+        ratio = speedup(between, +apart, bf16_gemms, rest, beside, off)
+        gaps_us = rest["gap"].us if "gap" in rest else 0.0
+        complete = whole(between.interval(apart), rest, together), ratio, gaps_us
     return Step(
         name, label, description, times.interval(gemms + others),
         gemm_us, times.sum(quantize), times.sum(others),
         speedup(times, gemms + others, bf16_gemms + others), times.sum(bf16_gemms) / gemm_us,
-        fp8_sites, fp8_passes, unsafe, *(complete or (None, None)),
+        fp8_sites, fp8_passes, unsafe, *(complete or ()),
     )  # fmt: skip

@@ -1,0 +1,225 @@
+"""Kernels of profiled steps beside the predicted ones, as a table: what each takes inside a step.
+
+    python benchmarks/step_kernels.py profiles/*.json --out data/h200/step_kernels.parquet
+
+Takes what `benchmarks/step_profile.py` wrote. A fused kernel is the predicted one over the same elements whose bytes are
+closest, if they are within a quarter, and that has the same slow functions in it; second stages of sums over rows are added to
+their first. GEMMs are those of the specification in order, where torch.compile kept the order, and else by their rank in time
+within their precision. What finds no partner is left out; the share of the time that did is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from loka_sim import step_loops
+from loka_sim.dispatch.baselines import BASELINES
+from loka_sim.dispatch.candidates import Row, operand_makers
+from loka_sim.fp8_step import fused as fused_with_fp8
+from loka_sim.fp8_step import taken
+from loka_sim.modelspec import Fused
+from loka_sim.validation.runnable import TABLE_ROWS
+from loka_sim.whatif import WhatIf, whatif
+from loka_sim.whole_step import described, log_loss, table_gradient
+from perfmodel.fused import COLUMNS
+from perfmodel.kernels import KERNELS
+
+CLOSE = 0.25  # of the logarithm of the bytes
+SLOW = {"sin", "cos", "log2", "exp2"}
+STAGE = 1024  # elements that the second stage of a sum adds up at most
+TABLE = "gradient of a table"
+STEP = ("model", "batch", "variant")
+
+
+def measured_kernels(profile: dict[str, Any]) -> pd.DataFrame:
+    """Triton kernels of a profile by torch.compile's own account: kind, sizes, bytes, operators, microseconds, launches."""
+    found = []
+    for row in profile["kernels"]:
+        name = row["kernel"]
+        if not name.startswith("triton_") or row.get("problem") or not row.get("sizes"):
+            continue
+        sizes = row["sizes"]
+        kept, reduced = sizes.get("x", 1) * sizes.get("y", 1), sizes.get("r0_", 1)
+        operators = {operator.split(".")[1] for operator in row["operators"] if "." in operator}
+        read, written = row["read_bytes"], row["written_bytes"]
+        table = "embedding_dense" in name
+        kind = "row" if reduced > 1 else "pointwise"
+        if table and any("index_put" in operator for operator in row["operators"]):
+            kind = "scatter"
+        elif "embedding" in operators:
+            kind, read = "gather", written
+        elif read == 0:
+            kind = "fill"
+        found.append(
+            {
+                "kind": kind, "table": table and kind != "scatter", "kept": kept, "reduced": reduced, "bytes": read + written,
+                "written": written, "slow": bool(SLOW & operators), "us": row["median_us"], "left": row["launches"],
+            }
+        )  # fmt: skip
+    return pd.DataFrame(found).sort_values("us", ascending=False, ignore_index=True)
+
+
+def predicted_kernels(answer: WhatIf, variant: str) -> tuple[list[Fused], list[Row]]:
+    """Fused kernels of a step with dense gradients of its tables, and its GEMMs in the order of the specification."""
+    sites = answer.sites
+    if variant == "decision":
+        chosen = [{name: entry.kernel for name, entry in site.passes.items()} for site in sites]
+    else:
+        baseline = next(baseline for baseline in BASELINES if baseline.name == variant)
+        chosen = [baseline.assignment(site.site, site.shape) for site in sites]
+    assigned = {}
+    for site, kernels in zip(sites, chosen, strict=True):
+        for name, operands in taken(site.shape, kernels, operand_makers(site.shape, kernels)).items():
+            assigned[site.site.name, name] = operands
+    step = step_loops.read(answer.spec.loops, answer.spec.batch)
+    by_name = {site.site.name: (site, kernels) for site, kernels in zip(sites, chosen, strict=True)}
+    order = [loop.site for loop in step.scheduled if loop.kind == "gemm" and loop.site[0]]
+    for name, (site, _) in by_name.items():
+        # A product with one number is no GEMM in the loops, but one where it runs.
+        for missing in [which for which in site.shape.names if (name, which) not in order]:
+            order.insert(order.index((name, "grad_weight")) if (name, "grad_weight") in order else len(order), (name, missing))
+    gemms = [Row(by_name[name][1][which], *by_name[name][0].shape.gemm(which)) for name, which in order]
+    fused = fused_with_fp8(step, assigned) if assigned else list(answer.spec.fused)
+    return [*fused, *table_gradient(answer.spec.tables, TABLE_ROWS)], gemms
+
+
+def paired_fused(measured: pd.DataFrame, kernels: Sequence[Fused], batch: int) -> list[dict[str, Any]]:
+    """Predicted kernels that were found, with their time and the number of their launches."""
+    known = pd.DataFrame(
+        [
+            {**described(kernel, batch), "left": float(kernel.count), "table": kernel.label == TABLE,
+             "slow": bool(SLOW & set(kernel.label.split())), "label": kernel.label}
+            for kernel in kernels
+        ]
+    )  # fmt: skip
+    found: list[dict[str, Any]] = []
+    for row in measured.itertuples():
+        left = float(row.left)
+        while left > 0:
+            candidates = known[(known["left"] > 0) & _alike(known, row)]
+            apart = np.abs(np.log((candidates["read_bytes"] + candidates["written_bytes"] + 1) / (row.bytes + 1)))
+            if not len(apart) or (apart.min() > CLOSE and row.kind not in ("scatter", "gather")):
+                break
+            best = apart.idxmin()
+            number = min(left, known.at[best, "left"])
+            known.at[best, "left"] -= number
+            left -= number
+            found.append({**known.loc[best, [*COLUMNS, "label"]], "us": row.us, "launches": number, "staged": 0.0})
+        if left > 0 and row.kind == "row" and row.reduced <= STAGE:
+            _add_stage(found, row, left)
+    return found
+
+
+def _alike(known: pd.DataFrame, row: Any) -> pd.Series:
+    if row.kind in ("scatter", "gather", "fill") or row.table:
+        return (known["kind"] == row.kind) & (known["table"] == row.table) & (abs(known["kept"] / row.kept - 1) < 0.02)
+    space = known["kept"] * known["reduced"] / (row.kept * row.reduced)
+    ordinary = ~known["table"] & ~known["kind"].isin(["fill", "scatter", "gather", "external"])
+    return ordinary & (abs(space - 1) < 0.02) & ((known["reduced"] > 1) == (row.reduced > 1)) & (known["slow"] == row.slow)
+
+
+def _add_stage(found: Iterable[dict[str, Any]], row: Any, left: float) -> None:
+    for first in found:
+        room = first["launches"] - first["staged"]
+        if first["kind"] == "column" and first["kept"] == row.kept and room > 0 and left > 0:
+            number = min(left, room)
+            first["us"] += row.us * number / first["launches"]
+            first["staged"] += number
+            left -= number
+
+
+def paired_gemms(profile: dict[str, Any], rows: Sequence[Row], alone: Sequence[float]) -> list[dict[str, Any]]:
+    """GEMMs with their time, what adds up their parts with them.
+
+    Args:
+        profile: Of the step.
+        rows: As predicted, in the order of the specification.
+        alone: Microseconds of each by itself.
+    """
+    launched: list[tuple[bool, float]] = []
+    for index, us in profile["launches"]:
+        kernel = profile["kernels"][index]
+        if kernel["kind"] != "gemm":
+            continue
+        if "splitKreduce" in kernel["kernel"] or "reduce_1Block" in kernel["kernel"]:
+            if launched:
+                launched[-1] = (launched[-1][0], launched[-1][1] + us)
+        else:
+            launched.append(("nvjet_sm90_q" in kernel["kernel"], us))
+    fp8 = [KERNELS[row.kernel].is_fp8 for row in rows]
+    if [is_fp8 for is_fp8, _ in launched] == fp8:
+        off = np.abs(np.log(np.array([us for _, us in launched]) / np.array(alone)))
+        if np.median(off) < 0.15 and np.mean(off < 0.5) > 0.9:
+            return [{**row._asdict(), "us": us} for row, (_, us) in zip(rows, launched, strict=True)]
+    found: list[dict[str, Any]] = []
+    for wanted in (False, True):
+        times = sorted(us for is_fp8, us in launched if is_fp8 == wanted)
+        ranked = sorted((us, row) for us, row, is_fp8 in zip(alone, rows, fp8, strict=True) if is_fp8 == wanted)
+        if len(times) == len(ranked):
+            found += [{**row._asdict(), "us": us} for us, (_, row) in zip(times, ranked, strict=True)]
+    return found
+
+
+def table_of(profile: dict[str, Any], answer: WhatIf) -> pd.DataFrame:
+    """Every kernel of one step that found its partner."""
+    kernels, gemms = predicted_kernels(answer, profile["variant"])
+    fused = pd.DataFrame(paired_fused(measured_kernels(profile), kernels, profile["batch"])).drop(columns="staged")
+    products = pd.DataFrame(paired_gemms(profile, gemms, [answer.times.of[row].us for row in gemms]))
+    if len(products):
+        products = products.groupby(list(Row._fields), as_index=False).agg(us=("us", "mean"), launches=("us", "size"))
+        products.insert(0, "kind", "gemm")
+    table = pd.concat([fused, products], ignore_index=True)
+    for name in reversed(STEP):
+        table.insert(0, name, profile[name])
+    table["step_us"] = 1e3 * profile["kernels_ms"]
+    table["graph_us"] = 1e3 * (profile["graph_ms"] or np.nan)
+    table["step_launches"] = sum(kernel.count for kernel in [*kernels, *log_loss()]) + len(gemms)
+    share = (table["us"] * table["launches"]).sum() / (1e3 * profile["kernels_ms"])
+    print(f"{profile['model']} {profile['batch']} {profile['variant']}: {share:.0%} of the time found", file=sys.stderr)
+    return table
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("profiles", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shared", action="store_true", help="other work ran on the GPU's machine beside these steps")
+    options = parser.parse_args()
+    sidecar = options.out.with_suffix(".json")
+    about = json.loads(sidecar.read_text()) if sidecar.exists() else {"schema_version": 1, "runs": []}
+    tables: list[pd.DataFrame] = []
+    answers: dict[tuple[str, int], WhatIf] = {}
+    run: dict[str, Any] = {"shared": options.shared, "machine": None, "steps": []}
+    for path in options.profiles:
+        profile = json.loads(path.read_text())
+        step = [profile[name] for name in STEP]
+        key = (step[0], step[1])
+        if key not in answers:
+            answers[key] = whatif(step[0], batch=step[1])
+        tables.append(table_of(profile, answers[key]).assign(shared=options.shared))
+        run["machine"] = run["machine"] or profile["machine"]
+        run["steps"].append(shlex.join(map(str, step)))
+    about["runs"].append(run)
+    table = pd.concat(tables, ignore_index=True)
+    if options.out.exists():
+        known, new = pd.read_parquet(options.out), set(table[list(STEP)].itertuples(index=False, name=None))
+        kept = [step not in new for step in known[list(STEP)].itertuples(index=False, name=None)]
+        table = pd.concat([known[kept], table], ignore_index=True)
+    table.to_parquet(options.out, index=False)
+    sidecar.write_text(json.dumps(about, indent=1) + "\n")
+    print(f"{options.out}: {len(table)} kernels of {table.groupby(list(STEP)).ngroups} steps")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""Fit what kernels take inside a step to those of profiled steps.
+
+    python -m perfmodel.fit_in_step
+
+Learned from `data/<hardware>/step_kernels.parquet` (`benchmarks/step_kernels.py`), over the times alone by the models as they
+ship: run it again when those are fitted anew. A curve in a few knots for each family, drawn to one common curve and kept smooth;
+kernels that are far off count less. How far a family's kernels of a step are off together is what it was in steps of the kinds of
+models that a fit left out; the gap between kernels is that of steps that had a GPU to themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from perfmodel import fused
+from perfmodel import load as load_kernels
+from perfmodel.data_folder import data_folder
+from perfmodel.in_step import FILE, FUSED, GEMMS, SCHEMA_VERSION, family, weights
+from perfmodel.kernels import KERNELS
+
+Array = npt.NDArray[np.float64]
+
+LOG2_BYTES = np.arange(15.0, 30.0, 2.0)
+LOG2_US = np.arange(1.0, 10.0)
+# Penalties, a step's time being 1: a curve's distance from the common one, the common one's from 1, and bends of both. These, and
+# how outlying kernels count, are those of eighteen tried that left the least error on kinds of models left out.
+APART, FROM_ONE, BENDS = 0.012, 0.004, 0.04
+OUTLYING = 0.15  # of the logarithm: kernels further off count in proportion less
+ROUNDS = 8
+SHARED_WEIGHT = 0.5  # of steps that ran beside other work on the machine
+LEAST_SHARE = 0.02  # of a step's time that a family must take, to be judged by it
+LEAST_OFF = 0.03
+STEP = ["model", "batch", "variant"]
+
+
+def alone_us(table: pd.DataFrame, hardware: str = "h200") -> Array:
+    """Times alone of a table's kernels, by the models as they ship."""
+    result = np.empty(len(table))
+    products = (table["kind"] == "gemm").to_numpy()
+    rows = table[products][["kernel", "m", "n", "k", "groups"]].astype({name: int for name in ("m", "n", "k", "groups")})
+    result[products] = load_kernels(hardware).predict(rows)["time_us"].to_numpy()
+    result[~products] = fused.load(hardware).predict(table[~products].astype({"uneven": bool}))["time_us"].to_numpy()
+    return result
+
+
+def families_of(table: pd.DataFrame) -> npt.NDArray[np.str_]:
+    """Family of each kernel."""
+    rows = zip(*(map(str, table[name]) for name in ("kind", "kernel", "label")), strict=True)
+    return np.array([GEMMS[KERNELS[kernel].is_fp8] if kind == "gemm" else family(kind, label) for kind, kernel, label in rows])
+
+
+def fit(table: pd.DataFrame, alone: Array) -> dict[str, dict[str, list[float]]]:
+    """Curves per family: knots, and the factor there.
+
+    Args:
+        table: Kernels of steps.
+        alone: Their times alone, in microseconds.
+    """
+    families = families_of(table)
+    ratio = np.log(table["us"].to_numpy(dtype=float) / alone)
+    share = (table["us"] * table["launches"] / table["step_us"]).to_numpy(dtype=float)
+    weight = share * np.where(table["shared"].to_numpy(dtype=bool), SHARED_WEIGHT, 1.0)
+    moved = np.maximum((table["read_bytes"] + table["written_bytes"]).to_numpy(dtype=float), 1.0)
+    curves: dict[str, dict[str, list[float]]] = {}
+    for names, knots, x in ((FUSED, LOG2_BYTES, np.log2(moved)), (GEMMS, LOG2_US, np.log2(alone))):
+        mine = np.isin(families, names)
+        found = _curves(names, families[mine], x[mine], ratio[mine], weight[mine], knots)
+        curves |= {name: {"log2": knots.tolist(), "factor": np.exp(log).round(4).tolist()} for name, log in found.items()}
+    return curves
+
+
+def _curves(
+    names: Sequence[str], families: npt.NDArray[np.str_], x: Array, ratio: Array, weight: Array, knots: Array
+) -> dict[str, Array]:
+    """Ridge regression on the shares of knots, common to all families and for each, reweighted."""
+    shares = weights(x, knots)
+    number = len(knots)
+    design = np.hstack([shares, *(shares * (families == name)[:, None] for name in names)])
+    bends = np.diff(np.eye(number), axis=0)
+    penalty = np.zeros((design.shape[1], design.shape[1]))
+    for block in range(len(names) + 1):
+        part = slice(block * number, (block + 1) * number)
+        penalty[part, part] = (APART if block else FROM_ONE) * np.eye(number) + (0.5 if block else 1.0) * BENDS * bends.T @ bends
+    now = weight
+    for _ in range(ROUNDS):
+        weighted = design * now[:, None]
+        found = np.linalg.solve(weighted.T @ design + penalty, weighted.T @ ratio)
+        off = np.abs(ratio - design @ found)
+        now = weight * np.minimum(1.0, OUTLYING / np.maximum(off, 1e-9))
+    common = found[:number]
+    return {name: common + found[(i + 1) * number : (i + 2) * number] for i, name in enumerate(names)}
+
+
+def architecture(model: str) -> str:
+    """Kind of a model by its name: sizes of one kind are no strangers to each other."""
+    return model.rpartition(":")[2].partition("-")[0].partition("_")[0]
+
+
+def factors(curves: dict[str, dict[str, list[float]]], table: pd.DataFrame, alone: Array) -> Array:
+    """From times alone to times in a step, of each kernel of a table."""
+    families = families_of(table)
+    moved = np.maximum((table["read_bytes"] + table["written_bytes"]).to_numpy(dtype=float), 1.0)
+    x = np.where(np.isin(families, GEMMS), np.log2(alone), np.log2(moved))
+    result = np.ones(len(table))
+    for name, curve in curves.items():
+        mine = families == name
+        result[mine] = np.exp(np.interp(x[mine], curve["log2"], np.log(curve["factor"])))
+    return result
+
+
+def held_out(table: pd.DataFrame, alone: Array) -> Array:
+    """Times in a step by fits that left kernels of the same kind of model out."""
+    kinds = table["model"].map(architecture).to_numpy()
+    result = np.empty(len(table))
+    for kind in np.unique(kinds):
+        mine = kinds == kind
+        curves = fit(table[~mine].reset_index(drop=True), alone[~mine])
+        result[mine] = alone[mine] * factors(curves, table[mine], alone[mine])
+    return result
+
+
+def off_together(table: pd.DataFrame, predicted: Array) -> dict[str, float]:
+    """Per family, the half-width of a 90% interval of its total in a step, as a share.
+
+    A model counts once, however many of its steps there are; Student's t for so many models.
+    """
+    from scipy.stats import t
+
+    sums = table.assign(
+        family=families_of(table), measured=table["us"] * table["launches"], predicted=predicted * table["launches"]
+    )
+    totals = sums.groupby([*STEP, "family"], as_index=False)[["measured", "predicted"]].sum()
+    totals = totals.merge(table.groupby(STEP, as_index=False)["step_us"].first())
+    totals = totals[totals["measured"] > LEAST_SHARE * totals["step_us"]]
+    totals["square"] = np.log(totals["measured"] / totals["predicted"]) ** 2
+    by_model = totals.groupby(["family", "model"])["square"].mean().groupby("family").agg(["mean", "size"])
+    quantile = {number: float(t.ppf(0.95, max(number - 1, 1))) for number in by_model["size"].unique()}
+    return {str(name): round(max(LEAST_OFF, quantile[row["size"]] * row["mean"] ** 0.5), 4) for name, row in by_model.iterrows()}
+
+
+def gap_us(table: pd.DataFrame) -> float:
+    """Between two kernels of a CUDA graph, the median of steps that had a GPU to themselves."""
+    steps = table[~table["shared"].astype(bool)].groupby(STEP)[["step_us", "graph_us", "step_launches"]].first()
+    return round(float(((steps["graph_us"] - steps["step_us"]) / steps["step_launches"]).median()), 3)
+
+
+def main() -> int:
+    """Fit, judge, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--hardware", default="h200")
+    options = parser.parse_args()
+    folder = data_folder() / options.hardware
+    table = pd.read_parquet(folder / "step_kernels.parquet")
+    alone = alone_us(table, options.hardware)
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "hardware": options.hardware,
+        "command": f"python -m perfmodel.fit_in_step --hardware {options.hardware}",
+        "kernels": len(table),
+        "steps": int(table.groupby(STEP).ngroups),
+        "curves": fit(table, alone),
+        "gap_us": gap_us(table),
+        "off": off_together(table, held_out(table, alone)),
+    }
+    (folder / "models" / FILE).write_text(json.dumps(document, indent=1) + "\n")
+    for name, curve in document["curves"].items():
+        line = " ".join(f"{factor:.2f}" for factor in curve["factor"])
+        print(f"{name:18s} off together {document['off'].get(name, float('nan')):5.1%}  {line}")
+    print(f"gap {document['gap_us']} us")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""What a kernel takes inside a training step, beside what it takes alone.
+
+Alone a kernel was timed from cold caches (`python -m hil.fused`), or, if a GEMM, again and again until the GPU's power was the
+bound. In a step what it reads was often just written and lies in the L2, and a GEMM stands between kernels that need less power.
+How much that is follows a curve over its size, for each family of kernels, found from kernels of profiled steps
+(`perfmodel.fit_in_step`). Between two kernels of a CUDA graph there is a gap.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from perfmodel.data_folder import data_folder
+
+Array = npt.NDArray[np.float64]
+
+SCHEMA_VERSION = 1
+FILE = "in_step.json"
+_OF_KIND = {
+    "pointwise": "pointwise", "fill": "pointwise", "external": "pointwise", "gather": "gather", "scatter": "scatter",
+    "row": "reduction", "column": "reduction", "both": "reduction",
+}  # fmt: skip
+FUSED = ("pointwise", "gather", "scatter", "reduction", "quantize_pointwise", "quantize_reduction")
+"""Families of fused kernels."""
+GEMMS = ("gemm_bf16", "gemm_fp8")
+
+
+def family(kind: str, label: str) -> str:
+    """Family of a fused kernel; empty for a kind that is unknown.
+
+    Args:
+        kind: Of it.
+        label: Its operators: quantization is known by them.
+    """
+    found, operators = _OF_KIND.get(kind, ""), set(label.split())
+    quantizes = "cast" in operators or {"abs", "amax"} <= operators
+    return f"quantize_{found}" if quantizes and found in ("pointwise", "reduction") else found
+
+
+def weights(x: Array, knots: Array) -> Array:
+    """Share of each knot (columns) in a value between two of them; beyond the ends, of the end."""
+    inside = np.clip(x, knots[0], knots[-1])
+    left = np.clip(np.searchsorted(knots, inside, side="right") - 1, 0, len(knots) - 2)
+    right_share = (inside - knots[left]) / (knots[left + 1] - knots[left])
+    result = np.zeros((len(x), len(knots)))
+    rows = np.arange(len(x))
+    result[rows, left] = 1 - right_share
+    result[rows, left + 1] += right_share
+    return result
+
+
+@dataclass(frozen=True)
+class InStep:
+    """Factors from times alone to times in a step.
+
+    Attributes:
+        knots: Per family, base-2 logarithms of the bytes moved, or of a GEMM's microseconds alone.
+        logs: Per family, logarithms of the factor there.
+        gap_us: Between two kernels of a CUDA graph.
+        off: Per family, by how much its kernels of a step are off together: the half-width of a 90% interval, as a share.
+    """
+
+    knots: Mapping[str, Sequence[float]]
+    logs: Mapping[str, Sequence[float]]
+    gap_us: float
+    off: Mapping[str, float]
+
+    @cached_property
+    def _curves(self) -> dict[str, tuple[Array, Array]]:
+        return {name: (np.array(self.knots[name], dtype=float), np.array(self.logs[name], dtype=float)) for name in self.logs}
+
+    def _factors(self, family: str, x: Array) -> Array:
+        knots, logs = self._curves[family]
+        return np.asarray(np.exp(np.interp(x, knots, logs)), dtype=np.float64)
+
+    def fused(self, families: Sequence[str], moved_bytes: npt.ArrayLike) -> Array:
+        """Factors of fused kernels of these families that move so many bytes; 1 for a family that is unknown."""
+        x = np.log2(np.maximum(np.asarray(moved_bytes, dtype=np.float64), 1.0))
+        every = np.array(families)
+        result = np.ones(len(x))
+        for name in set(families) & self.logs.keys():
+            mine = every == name
+            result[mine] = self._factors(name, x[mine])
+        return result
+
+    def gemm(self, is_fp8: bool, alone_us: float) -> float:
+        """Factor of a GEMM that takes so long alone."""
+        return float(self._factors(GEMMS[is_fp8], np.array([np.log2(max(alone_us, 1e-3))]))[0])
+
+
+def load(hardware: str = "h200") -> InStep | None:
+    """Of a GPU; None where no steps were profiled.
+
+    Raises:
+        ValueError: the file is of another schema version.
+    """
+    path = data_folder() / hardware / "models" / FILE
+    if not path.is_file():
+        return None
+    document: dict[str, Any] = json.loads(path.read_text())
+    if document.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(f"{path} has schema version {document.get('schema_version')!r}; this loka-sim reads {SCHEMA_VERSION}")
+    curves = document["curves"]
+    return InStep(
+        {name: curve["log2"] for name, curve in curves.items()},
+        {name: np.log(curve["factor"]).tolist() for name, curve in curves.items()},
+        document["gap_us"], document["off"],
+    )  # fmt: skip
