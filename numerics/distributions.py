@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from numerics.normal import normal_quantile
 
@@ -153,18 +154,34 @@ class TensorStatistics:
         Raises:
             ValueError: `features` is not positive.
         """
-        if features < 1:
-            raise ValueError(f"statistics: cannot resize to {features} features; give a positive number")
-        if features == self.features:
-            return self
+        base = self.stretched(features)
+        if features == base.features:
+            return base
         if self.origin is not self:
             return self.origin.resized(features)
         if features not in self._views:
             index = np.arange(features) * self.features // features
-            base = self._with_lasting_coherence()
             vectors: dict[str, Any] = {name: getattr(base, name)[index] for name in _VECTORS}
             self._views[features] = dataclasses.replace(self, **vectors, factor=base.factor[:, index], _views={"origin": self})
         return self._views[features]
+
+    def stretched(self, features: int) -> TensorStatistics:
+        """The record whose features `resized` repeats to get so many: this one where it has as many.
+
+        Raises:
+            ValueError: `features` is not positive.
+        """
+        if features < 1:
+            raise ValueError(f"statistics: cannot resize to {features} features; give a positive number")
+        if features == self.features:
+            return self
+        origin = self.origin
+        return origin if features == origin.features else origin._with_lasting_coherence()
+
+    def repeats(self, features: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """How often `resized` repeats each feature to get so many, (widths, F)."""
+        own = np.arange(self.features + 1)
+        return np.diff(-(-own * features[:, None] // self.features)).astype(np.float64)
 
     @property
     def origin(self) -> TensorStatistics:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,9 +31,8 @@ _PEAKS = (np.arange(3) + 0.5) / 3
 # An exponent is the floor of a logarithm: on average of 2**, 0.47 octaves less. A product's exponent is the sum of
 # two such floors, so that its significand is left in [1, 4).
 _FLOOR = 0.47
-# Places along K at which a chain is looked at, at most; and chains that are worked on at once, few enough for a core's cache.
-_PLACES = 15
-_AT_ONCE = 16
+# Places at which chains are looked at along K that are worked on at once: few enough for a core's cache.
+_AT_ONCE = 240
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,6 @@ class Accumulation(NamedTuple):
         outputs: What they sum to.
         accumulation: As in `numerics.fp8_matmul`.
         fraction_bits: Fraction bits of both formats together (6 for two e4m3).
-        coupling: How far the products' power follows y^2: rows that are large make both large.
         split_k: Parts of K that are summed apart.
     """
 
@@ -73,7 +71,6 @@ class Accumulation(NamedTuple):
     outputs: Outputs
     accumulation: str
     fraction_bits: int
-    coupling: float = 0.0
     split_k: int = 1
 
     @property
@@ -88,30 +85,37 @@ class Accumulation(NamedTuple):
         """Chains of additions in the tensor core that make one output."""
         return max(self.outputs.k / PROMOTION, 1.0) if self.accumulation == "hopper_split" else float(self.split_k)
 
+    @property
+    def steps(self) -> int:
+        """Additions of a group of products to a chain."""
+        return max(math.ceil(self.outputs.k / self.chains / GROUP), 1)
+
 
 def drifts(requests: Sequence[Accumulation]) -> list[Drift]:
     """The error of each accumulation; what it is does not depend on those that are asked with it."""
     found = [Drift(0.0, 0.0)] * len(requests)
-    alike: dict[_Products, list[int]] = {}
+    alike: dict[tuple[_Products, int], list[int]] = {}
     for place, asked in enumerate(requests):
         if not asked.exact:
-            alike.setdefault(_products(asked.a.origin, asked.b.origin, asked.fraction_bits), []).append(place)
-    for products, places in alike.items():
-        for start in range(0, len(places), _AT_ONCE):
-            some = places[start : start + _AT_ONCE]
+            key = _products(asked.a.origin, asked.b.origin, asked.fraction_bits), _schedule(asked.steps).shape[1]
+            alike.setdefault(key, []).append(place)
+    for (products, looked_at), places in alike.items():
+        each = max(_AT_ONCE // looked_at, 1)
+        for start in range(0, len(places), each):
+            some = places[start : start + each]
             for place, drift in zip(some, _drifts(products, [requests[place] for place in some]), strict=True):
                 found[place] = drift
     return found
 
 
 def _drifts(products: _Products, requests: Sequence[Accumulation]) -> list[Drift]:
-    """Errors where products are distributed alike."""
+    """Errors where products are distributed alike, and chains are looked at in equally many places."""
     each = [asked.outputs for asked in requests]
     mean, power, independent, k = np.array([(y.mean, y.power, y.independent, y.k) for y in each], dtype=np.float64).T
-    coupling, chains = np.array([(asked.coupling, asked.chains) for asked in requests]).T
+    coupling, chains = np.array([(asked.outputs.coupling, asked.chains) for asked in requests]).T
     unit = np.sqrt(independent / k)  # root mean square of a product
     deviation = np.sqrt(np.maximum(power - mean**2, 0.0)) / unit
-    steps = np.maximum(np.ceil(k / chains / GROUP), 1.0)
+    steps = np.array([float(asked.steps) for asked in requests])
     # Of a chain, given the whole: its part of y, and the spread of an independent part around it.
     outcomes = (mean / unit)[:, None] + deviation[:, None] * _OUTCOMES
     power = np.mean(outcomes**2, axis=1)
@@ -145,11 +149,28 @@ class _Products:
     """
 
     exponents: np.ndarray  # log2 of the accumulator, the places
-    loss: np.ndarray  # mean magnitude cut from a product
-    weighted: np.ndarray  # the same, times the product's magnitude
-    square: np.ndarray  # mean square of it
+    # At the places: mean magnitude cut from a product; the same, times the product's magnitude; mean square of it.
+    integrals: np.ndarray
     peaks: np.ndarray  # the largest product's power of two in a group, at three levels
     magnitude: float  # mean magnitude of a product
+
+    @functools.cached_property
+    def _lines(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where the line begins that an exponent below each place is on, and one above the last; its values there, its slopes."""
+        slopes = np.diff(self.integrals) / np.diff(self.exponents)
+        starts = np.insert(self.exponents, 0, self.exponents[0])
+        return starts, np.insert(self.integrals, 0, self.integrals[:, 0], axis=1), np.pad(slopes, ((0, 0), (1, 1)))
+
+    def at(self, exponent: np.ndarray) -> Iterator[np.ndarray]:
+        """The three integrals, as `np.interp` finds each, the places looked up once."""
+        starts, values, slopes = self._lines
+        line = np.searchsorted(self.exponents, exponent, side="right")
+        beyond = exponent - starts.take(line)
+        for value, slope in zip(values, slopes, strict=True):
+            found = slope.take(line)
+            found *= beyond
+            found += value.take(line)
+            yield found
 
 
 @functools.lru_cache(maxsize=4096)
@@ -180,8 +201,8 @@ def _products(a: TensorStatistics, b: TensorStatistics, fraction_bits: int) -> _
     peaks = np.interp(_PEAKS ** (1.0 / GROUP), below, centre)
     exponents = np.unique(np.concatenate([units + FRACTION_BITS, peaks]))
     unit = np.maximum(exponents[:, None], peaks) - FRACTION_BITS
-    loss, weighted, square = (np.interp(unit, units, table).mean(-1) for table in (loss, weighted, square))
-    return _Products(exponents, loss, weighted, square, np.exp2(peaks), float(weight @ np.exp2(centre + 1.0)))
+    integrals = np.stack([np.interp(unit, units, table).mean(-1) for table in (loss, weighted, square)])
+    return _Products(exponents, integrals, np.exp2(peaks), float(weight @ np.exp2(centre + 1.0)))
 
 
 @functools.cache
@@ -197,17 +218,13 @@ def _cut_table(fraction_bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.cache
-def _schedule(steps: float) -> np.ndarray:
+def _schedule(steps: int) -> np.ndarray:
     """(2, places): after how many of a chain's steps it is looked at, and how many steps each place stands for."""
-    # Steps stand for more of their kind as the sum grows slowly.
     if steps <= 12:
-        after, count = np.arange(1, steps + 1), np.ones(int(steps))
-    else:
-        edges = np.unique(np.round(np.concatenate([[0, 1, 2, 3], np.geomspace(4, steps, 12)])))
-        after, count = (edges[1:] + edges[:-1] + 1) / 2, np.diff(edges)
-    # Filled up with places that stand for no step.
-    unused = _PLACES - len(after)
-    return np.stack([np.append(after, np.full(unused, steps)), np.append(count, np.zeros(unused))])
+        return np.stack([np.arange(1, steps + 1), np.ones(steps)])
+    # Steps stand for more of their kind as the sum grows slowly.
+    edges = np.unique(np.round(np.concatenate([[0, 1, 2, 3], np.geomspace(4, steps, 12)])))
+    return np.stack([(edges[1:] + edges[:-1] + 1) / 2, np.diff(edges)])
 
 
 def _chains(
@@ -223,7 +240,7 @@ def _chains(
         steps: Steps that it takes, (chains,).
     """
     # Axes from here on: (chains, outcomes, paths, bridges, places).
-    after, count = (part[:, None, None, None, :] for part in np.stack([_schedule(each) for each in steps.tolist()], axis=1))
+    after, count = (part[:, None, None, None, :] for part in np.stack([_schedule(int(each)) for each in steps.tolist()], axis=1))
     spread, steps = (part[:, None, None, None, None] for part in (spread, steps))
     # The chain's own result spreads around its share of y; a path inside it spreads as a bridge.
     ends = (results[:, :, None] + np.sqrt(wander)[:, None, None] * _PATHS)[..., None, None]
@@ -233,34 +250,63 @@ def _chains(
 
     share = np.maximum(after - 1, 0) / steps
     before, behind = sums(share), sums(np.minimum(after / steps, 1.0))
-    begun = share > 0
+    # At the first place nothing is summed yet.
     least = 2.0**_LEAST
-    size = np.where(begun, np.maximum(np.abs(before) * 2.0**-_FLOOR, least), least)
-    exponent = np.log2(size)
-    per_product, per_weighted, per_square = (
-        np.interp(exponent, products.exponents, table) for table in (products.loss, products.weighted, products.square)
-    )
-    # The accumulator, aligned to larger products; then the sum, cut to its own 13 bits.
-    bit = 2.0**-FRACTION_BITS
-    own, last = size * bit, np.maximum(np.abs(behind), least) * (2.0**-_FLOOR * bit)
-    aligned = final = variance = np.zeros(())
-    for peak in products.peaks:
-        unit = np.maximum(own, peak * bit)
-        to_product, to_sum = np.where(begun, (unit - own) / 2, 0.0), np.maximum(last - unit, 0.0) / 2
-        aligned, final = aligned + to_product, final + to_sum
-        variance = variance + (np.square(to_product) + np.square(to_sum)) / 3
-    number = len(products.peaks)
-    cut = (np.sign(before) * aligned + np.sign(behind) * final) / number
+    size = np.maximum(np.abs(before) * 2.0**-_FLOOR, least)
+    per_product, per_weighted, per_square = products.at(np.log2(size))
+    aligned, final, variance = _cut(size, np.maximum(np.abs(behind), least) * 2.0**-_FLOOR, products.peaks)
+    cut = np.copysign(aligned, before)
+    cut += np.copysign(final, behind)
     # Products lean toward the sign of their sum: all alike where nearly all of them have it, else the large ones most.
     toward = ends / spread
     lean = np.clip(toward / products.magnitude, -1.0, 1.0)
     # Beyond what a sum of independent products reaches, that is; below it a few large ones may make all of it.
     alike = lean**4 * np.clip(1.0 - 9.0 * spread / np.maximum(np.square(ends), 1e-30), 0.0, 1.0)
     added = spread / steps
-    mean_loss = added * (alike * lean * per_product + (1 - alike) * toward * per_weighted) + cut
-    noise = ((added * per_square + variance / number).mean((2, 3)) * count[:, :, 0, 0]).sum(-1)
+    per_product *= added * alike * lean
+    per_weighted *= added * (1 - alike) * toward
+    loss = per_product
+    loss += per_weighted
+    loss += cut
+    per_square *= added
+    per_square += variance
+    noise = (per_square.mean((2, 3)) * count[:, :, 0, 0]).sum(-1)
     count = count[:, :, :, 0]
-    loss = (mean_loss.mean(3) * count).sum(-1)  # (chains, outcomes, paths)
+    mean = loss.mean(3)
+    loss -= mean[:, :, :, None]
+    deviation = np.sqrt(np.square(loss, out=loss).mean(3))
+    total = (mean * count).sum(-1)  # (chains, outcomes, paths)
     # Signs of a path persist over steps: their deviations add up about half coherently.
-    persistent = 0.5 * np.square((mean_loss.std(3) * count).sum(-1))
-    return loss.mean(-1), noise + persistent.mean(-1) + loss.var(-1)
+    persistent = 0.5 * np.square((deviation * count).sum(-1))
+    return total.mean(-1), noise + persistent.mean(-1) + total.var(-1)
+
+
+def _cut(before: np.ndarray, behind: np.ndarray, peaks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What is cut from an accumulator as it is aligned to larger products, and then from the sum, to its own 13 bits.
+
+    Args:
+        before: Sizes of the accumulator, nothing yet at the first place.
+        behind: Sizes of the sum.
+        peaks: Sizes of the largest products, of equal likelihood.
+
+    Returns:
+        Mean magnitude of either cut, and the variance of both.
+    """
+    bit = 2.0**-FRACTION_BITS
+    own, last = before * bit, behind * bit
+    aligned, final, variance = (np.zeros(own.shape) for _ in range(3))
+    unit, cut = np.empty(own.shape), np.empty(own.shape)
+    for peak in peaks:
+        np.maximum(own, peak * bit, out=unit)
+        np.subtract(unit, own, out=cut)
+        cut[..., 0] = 0.0
+        aligned += cut
+        variance += np.square(cut, out=cut)
+        np.maximum(np.subtract(last, unit, out=cut), 0.0, out=cut)
+        final += cut
+        variance += np.square(cut, out=cut)
+    # On average half of a unit; evenly spread, a twelfth of its square.
+    aligned /= 2 * len(peaks)
+    final /= 2 * len(peaks)
+    variance /= 12 * len(peaks)
+    return aligned, final, variance

@@ -85,8 +85,8 @@ class PairStatistics:
         for name in self.recipes:
             Recipe.parse(name)
 
-    def noise(self, recipe: str, k: int) -> tuple[float, float]:
-        """Noise of a and of b in sums over k products, over that of independent products.
+    def noise(self, recipe: str, k: Any) -> tuple[Any, Any]:
+        """Noise of a and of b in sums over k products (a number, or an array of them), over that of independent products.
 
         Raises:
             ValueError: the recipe was not measured.

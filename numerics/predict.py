@@ -15,25 +15,22 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from numerics.distributions import TensorStatistics
 from numerics.drift import Accumulation, Drift, drifts
-from numerics.errors import ACCUMULATIONS, MERE_FLOOR, GemmError
+from numerics.errors import ACCUMULATIONS, GemmError
 from numerics.gradient import GradientSignal
 from numerics.noise import operand_noise, operand_noises
-from numerics.outputs import Outputs, density, outputs_of, rounding, rows_of
 from numerics.pair import PairStatistics
+from numerics.products import Pair, Placed, Products, products_of
 from numerics.recipe import Recipe
 
 Array = npt.NDArray[np.float64]
 
-# Records that are stretched are so up to here; beyond it a feature stands for several of its kind.
-_WIDEST = 2**14
 # Predictions whose sizes of outputs are worked on at once: few enough for a core's cache.
 _AT_ONCE = 128
 
@@ -88,10 +85,10 @@ def predict_gemm_errors(requests: Iterable[tuple]) -> list[GemmError]:
     Raises:
         ValueError: as `predict_gemm_error`.
     """
-    asked = [_Request.of(*request) for request in requests]
-    distinct = list(dict.fromkeys(asked))
-    answers = dict(zip(distinct, _predict(distinct), strict=True))
-    return [answers[request] for request in asked]
+    numbers: dict[_Request, int] = {}
+    asked = [numbers.setdefault(_Request.of(*request), len(numbers)) for request in requests]
+    answers = _predict(list(numbers))
+    return [answers[number] for number in asked]
 
 
 class _Request(NamedTuple):
@@ -139,80 +136,17 @@ class _Request(NamedTuple):
     @property
     def fraction_bits(self) -> int:
         """Bits of both elements' fractions together."""
-        return sum(0 if recipe.shared else recipe.element.fraction_bits for recipe in (self.recipe_a, self.recipe_b))
-
-
-@dataclass(frozen=True, eq=False)
-class _Product:
-    """Two operands as they meet in a GEMM, before anything is rounded but its outputs.
-
-    Attributes:
-        a: Left operand, as wide as the GEMM.
-        b: Right operand.
-        pair: What was seen of the two together, as far as it belongs to this GEMM.
-        outputs: What they sum to.
-        coupling: How far the error's power follows y^2.
-        sizes: Sizes |y|, in the outputs' root mean square.
-        weights: What an error counts at each size in the mean relative error: the size's share over the size, or over the
-            floor of the outputs' rows where it is below that.
-        rounded: Mean square error of rounding an output of each size, over the mean square of all.
-        rounding: Of all of them.
-    """
-
-    a: TensorStatistics
-    b: TensorStatistics
-    pair: PairStatistics | None
-    outputs: Outputs
-    coupling: float
-    sizes: Array
-    weights: Array
-    rounded: Array
-    rounding: float
-
-    @property
-    def sums(self) -> float:
-        """Power of y over that of independent products."""
-        return self.outputs.power / max(self.outputs.independent, 1e-300)
-
-    @functools.cached_property
-    def nearness(self) -> float:
-        """Mean relative error of noise whose power is 1 in that of the outputs."""
-        deviation = np.sqrt((1 - self.coupling) + self.coupling * self.sizes**2)
-        return math.sqrt(2.0 / math.pi) * float((deviation * self.weights).sum())
+        return _fraction_bits(self.recipe_a) + _fraction_bits(self.recipe_b)
 
 
 @functools.lru_cache(maxsize=4096)
-def _product(
-    a: TensorStatistics,
-    b: TensorStatistics,
-    shape: tuple[int, ...],
-    signal: GradientSignal | None,
-    pair: PairStatistics | None,
-    output: str,
-) -> _Product | None:
-    """Two operands as they meet in a GEMM; None where all its outputs are zero, and stay so."""
-    if len(shape) != 3 or min(shape) < 1:
-        raise ValueError(f"shape {shape} must be three positive numbers (M, N, K)")
-    if a.contraction != b.contraction:
-        raise ValueError(f"a is contracted along {a.contraction} and b along {b.contraction}; orient both alike")
-    m, n, k = shape
-    over_features = a.contraction == "features"
-    if over_features and signal is not None:
-        raise ValueError("a gradient's signal belongs to operands contracted along rows; orient both by along_rows()")
-    a, b = a.resized(_width(k if over_features else m, a, b)), b.resized(_width(k if over_features else n, a, b))
-    if pair is not None and over_features and pair.shape[1:] != (n, k):
-        pair = None
-    outputs = outputs_of(a, b, k, signal, pair.power if pair is not None and over_features else None)
-    if outputs.power <= 0:
-        return None
-    spread, coupling = rows_of(a, b, outputs)
-    sizes, share = density(outputs)
-    rounded = rounding(outputs, output)
-    all_rounded = float((rounded * share).sum())
-    if pair is not None and output == "bf16" and all_rounded > 0:
-        rounded, all_rounded = rounded * (pair.rounding / all_rounded), pair.rounding
-    weights = share * (1.0 / np.maximum(sizes, MERE_FLOOR / spread[:, None])).mean(0)
-    return _Product(a, b, pair, outputs, coupling, sizes, weights, rounded, all_rounded)
+def _fraction_bits(recipe: Recipe) -> int:
+    return 0 if recipe.shared else recipe.element.fraction_bits
+
+
+@functools.lru_cache(maxsize=4096)
+def _product(pair: Pair) -> Placed:
+    return products_of([pair])
 
 
 @functools.lru_cache(maxsize=65536)
@@ -224,82 +158,90 @@ def _predict(requests: Sequence[_Request]) -> list[GemmError]:
     """Errors of distinct requests."""
     if not requests:
         return []
-    products = [_product(r.a, r.b, r.shape, r.signal, r.pair, r.output) for r in requests]
+    numbers: dict[Pair, int] = {}
+    pairs = [numbers.setdefault(Pair(r.a, r.b, r.shape, r.signal, r.pair, r.output), len(numbers)) for r in requests]
+    groups, places = _product(*numbers) if len(numbers) == 1 else products_of(list(numbers))
     sides = [(r.a, r.recipe_a, r.shape[0], r.shape[2], r.headroom[0]) for r in requests]
     sides += [(r.b, r.recipe_b, r.shape[1], r.shape[2], r.headroom[1]) for r in requests]
     left, right = np.split(operand_noises(sides), 2)
     shares = np.maximum(left[:, 3:], right[:, 3:])
-    found = [GemmError(0.0, math.inf, 0.0, 1.0, *each) for each in shares.tolist()]
-    live = [(place, request, product) for place, (request, product) in enumerate(zip(requests, products, strict=True)) if product]
-    sums = [
-        Accumulation(p.a.origin, p.b.origin, p.outputs, r.accumulation, r.fraction_bits, p.coupling, r.split_k)
-        for _, r, p in live
-    ]
-    distinct = list(dict.fromkeys(sums))
-    lost = dict(zip(distinct, drifts(distinct), strict=True))
-    # Outputs far from zero are looked at in fewer sizes.
-    alike: dict[int, list[int]] = {}
-    for number, (_, _, product) in enumerate(live):
-        alike.setdefault(len(product.sizes), []).append(number)
-    for numbers in alike.values():
-        for start in range(0, len(numbers), _AT_ONCE):
-            some = numbers[start : start + _AT_ONCE]
-            places = [live[number][0] for number in some]
-            figures = _figures(
-                [live[number][2] for number in some],
-                left[places],
-                right[places],
-                np.array([_coherence(live[number][2], live[number][1]) for number in some]),
-                [lost[sums[number]] for number in some],
-            )
-            for place, each in zip(places, figures.tolist(), strict=True):
-                found[place] = GemmError(*each, *shares[place].tolist())
-    return found
+    found: dict[int, GemmError] = {}
+    members: dict[tuple[bool, str], tuple[list[int], list[int]]] = {group: ([], []) for group in groups}
+    for number, pair in enumerate(pairs):
+        if (place := places[pair]) is None:
+            found[number] = GemmError(0.0, math.inf, 0.0, 1.0, *shares[number].tolist())
+        else:
+            some, at = members[place[0]]
+            some.append(number)
+            at.append(place[1])
+    for group, (some, at) in members.items():
+        figures = _figures([requests[number] for number in some], groups[group], at, left[some], right[some])
+        for number, each, share in zip(some, figures.tolist(), shares[some].tolist(), strict=True):
+            found[number] = GemmError(*each, *share)
+    return [found[number] for number in range(len(requests))]
 
 
-def _figures(products: Sequence[_Product], left: Array, right: Array, coherence: Array, lost: Sequence[Drift]) -> Array:
-    """MERE, SQNR, relative Frobenius error and cosine, (requests, 4); all outputs are looked at in equally many sizes.
+def _figures(requests: Sequence[_Request], products: Products, at: list[int], left: Array, right: Array) -> Array:
+    """MERE, SQNR, relative Frobenius error and cosine, (requests, 4).
 
     Args:
-        products: The operands of each.
+        requests: What is asked.
+        products: Their operands, among others.
+        at: Which of `products` are each request's.
         left: Power, shrinkage and correlation of the left operand's errors, (requests, 3 or more).
         right: Of the right one's.
+    """
+    sums = [
+        Accumulation(r.a.origin, r.b.origin, products.outputs[p], r.accumulation, r.fraction_bits, r.split_k)
+        for r, p in zip(requests, at, strict=True)
+    ]
+    distinct = list(dict.fromkeys(sums))
+    known = dict(zip(distinct, drifts(distinct), strict=True))
+    lost = [known[each] for each in sums]
+    coherence = _coherence(requests, products, at)
+    return np.concatenate([
+        _some_figures(products, at[some], left[some], right[some], coherence[some], lost[some])
+        for some in (slice(start, start + _AT_ONCE) for start in range(0, len(at), _AT_ONCE))
+    ])  # fmt: skip
+
+
+def _some_figures(products: Products, at: list[int], left: Array, right: Array, coherence: Array, lost: Sequence[Drift]) -> Array:
+    """As `_figures`.
+
+    Args:
+        products: As of `_figures`, as the next three.
+        at: Of the requests.
+        left: Of the left operands.
+        right: Of the right ones.
         coherence: Of both, see `_coherence`, (requests, 2).
         lost: What accumulating loses.
     """
-    sums = np.array([product.sums for product in products])
+    sums, rounding, coupling = products.sums[at], products.rounding[at], products.coupling[at]
     quantized = _random_noise(left, right, coherence, sums) / sums
     shrunk, lost_power, noise = np.array([(each.shrinkage, each.power, each.noise) for each in lost]).T
-    rounding, coupling = np.array([(product.rounding, product.coupling) for product in products]).T
     power = quantized + lost_power
     kept = (1.0 - left[:, 1]) * (1.0 - right[:, 1])
     shrinkage = 1.0 - kept * (1.0 - shrunk)
     total = power + shrinkage**2 + rounding
     # At each size its own loss; what is random in the rest is alike at all.
-    sizes, weights, rounded = (
-        np.stack([getattr(product, name) for product in products]) for name in ("sizes", "weights", "rounded")
-    )
-    shares = np.stack([np.interp(p.sizes, each.sizes, each.shares) for p, each in zip(products, lost, strict=True)])
+    sizes, weights, rounded = products.sizes[at], products.weights[at], products.rounded[at]
+    shares = np.stack([np.interp(size, each.sizes, each.shares) for size, each in zip(sizes, lost, strict=True)])
     losses = 1.0 - kept[:, None] * (1.0 - shares)
     follows = coupling[:, None]
     deviation = np.sqrt((quantized + noise)[:, None] * ((1 - follows) + follows * sizes**2) + rounded)
     # The error is normal around what y loses.
     mere = (_mean_magnitude(losses * sizes, np.maximum(deviation, 1e-300)) * weights).sum(1)
-    for number, product in enumerate(products):
-        if product.pair is not None and mere[number] > 0:
+    for number, place in enumerate(at):
+        pair = products.pairs[place]
+        if pair is not None and mere[number] > 0:
             # What of it is noise stands as far above the noise of the whole as it did in the tensors that were seen.
             random = math.sqrt(quantized[number])
-            expected, seen = random * product.nearness, random * math.sqrt(2.0 / math.pi) * product.pair.nearness
+            expected, seen = random * products.nearness[place], random * math.sqrt(2.0 / math.pi) * pair.nearness
             mere[number] += min(expected / mere[number], 1.0) * (seen - expected)
     with np.errstate(divide="ignore", invalid="ignore"):
         sqnr_db = np.where(total > 0, -10.0 * np.log10(total), math.inf)
         cosine = np.where(shrinkage < 1, 1.0 / np.sqrt(1.0 + (power + rounding) / (1.0 - shrinkage) ** 2), 0.0)
     return np.stack([mere, sqnr_db, np.sqrt(total), cosine], axis=1)
-
-
-def _width(features: int, a: TensorStatistics, b: TensorStatistics) -> int:
-    """How wide records are made for an axis of so many features: no wider than was measured, or than serves."""
-    return min(features, max(_WIDEST, a.origin.features, b.origin.features))
 
 
 def _random_noise(left: Array, right: Array, coherence: Array, sums: Array) -> Array:
@@ -321,33 +263,32 @@ def _noise_in_sums(power: Array, shrinkage: Array, sums: Array) -> Array:
     return np.maximum(power - shrinkage**2, 0.0) + shrinkage**2 * sums
 
 
-def _coherence(product: _Product, request: _Request) -> tuple[float, float]:
-    """Noise of either operand in the products that were seen, over that of independent errors; 1 where none were seen."""
-    if product.pair is None:
-        return 1.0, 1.0
-    return _coherence_seen(
-        product.a.origin, product.b.origin, product.pair, request.recipe_a, request.recipe_b, request.shape[2], product.sums
-    )
+def _coherence(requests: Sequence[_Request], products: Products, at: list[int]) -> Array:
+    """Noise of either operand in the products that were seen, over that of independent errors; 1 where none were seen.
 
-
-@functools.lru_cache(maxsize=16384)
-def _coherence_seen(
-    a: TensorStatistics, b: TensorStatistics, pair: PairStatistics, recipe_a: Recipe, recipe_b: Recipe, k: int, sums: float
-) -> tuple[float, float]:
-    """As `_coherence`; in sums over a batch's rows, at k of them, what is coherent included."""
-    m, n, measured_k = pair.shape
-    factors = []
-    for side, (statistics, recipe, rows) in enumerate(((a, recipe_a, m), (b, recipe_b, n))):
-        names = (recipe.name,) if recipe.name in pair.recipes else pair.recipes
-        logs = []
-        for name in names:
-            noise = operand_noise(statistics, Recipe.parse(name), rows, measured_k)
-            expected = float(_noise_in_sums(*np.array([noise.power, noise.shrinkage, sums])))
-            seen = pair.noise(name, k)[side]
-            if seen > 0 and expected > 0:
-                logs.append(math.log(seen / expected))
-        factors.append(math.exp(sum(logs) / len(logs)) if logs else 1.0)
-    return factors[0], factors[1]
+    In sums over a batch's rows, at so many of them, what is coherent included.
+    """
+    result = np.ones((len(requests), 2))
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for number, (request, place) in enumerate(zip(requests, at, strict=True)):
+        pair = products.pairs[place]
+        if pair is not None:
+            alike.setdefault((request.a.origin, request.b.origin, pair, request.recipe_a, request.recipe_b), []).append(number)
+    for (*operands, pair, recipe_a, recipe_b), numbers in alike.items():
+        sums = products.sums[[at[number] for number in numbers]]
+        rows = np.array([requests[number].shape[2] for number in numbers])
+        for side, (statistics, recipe) in enumerate(zip(operands, (recipe_a, recipe_b), strict=True)):
+            names = (recipe.name,) if recipe.name in pair.recipes else pair.recipes
+            logs, count = np.zeros(len(numbers)), np.zeros(len(numbers))
+            for name in names:
+                noise = operand_noise(statistics, Recipe.parse(name), pair.shape[side], pair.shape[2])
+                expected = _noise_in_sums(np.array(noise.power), np.array(noise.shrinkage), sums)
+                seen = pair.noise(name, rows)[side]
+                some = (seen > 0) & (expected > 0)
+                logs[some] += np.log(seen[some] / expected[some])
+                count += some
+            result[numbers, side] = np.exp(logs / np.maximum(count, 1))
+    return result
 
 
 def _mean_magnitude(mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:

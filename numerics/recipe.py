@@ -84,6 +84,10 @@ class Recipe:
     overflow: str = "saturate"
     amax: str = "current"
 
+    def __hash__(self) -> int:
+        """Of the name alone, which the other fields follow from: recipes are looked up by the ten thousand."""
+        return hash(self.name)
+
     def __post_init__(self) -> None:
         """Refuse a field that names nothing, and fields that mean nothing together.
 

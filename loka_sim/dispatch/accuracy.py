@@ -34,7 +34,8 @@ class Errors:
         """
         self._toolboxes = tuple(dict.fromkeys((toolbox, replace(TORCH, capability=toolbox.capability))))
         self._factors = mere_factors or {}
-        self._known: dict[_Request, Accuracy] = {}
+        self._numbers: dict[_Request, int] = {}
+        self._known: list[Accuracy] = []
         self._normal: TensorStatistics | None = None
 
     def of_site(self, shape: SiteShape, statistics: SiteStatistics | None) -> Accuracies:
@@ -50,26 +51,25 @@ class Errors:
         """As `of_site` for each; whatever is not known yet is one question to the error model."""
         alike = {(shape, id(statistics)): (shape, statistics) for shape, statistics in sites}
         asked = {key: self._requests(*site) for key, site in alike.items()}
-        fresh = list(dict.fromkeys(request for site in asked.values() for request in site.values() if request not in self._known))
+        fresh = list(self._numbers)[len(self._known) :]
         if fresh:
             from numerics.predict import predict_gemm_errors
 
-            answers = zip(fresh, predict_gemm_errors(fresh), strict=True)
-            self._known.update((request, Accuracy(answer.mere, answer.sqnr_db)) for request, answer in answers)
+            self._known += [Accuracy(answer.mere, answer.sqnr_db) for answer in predict_gemm_errors(fresh)]
         found = {
-            key: {entry: self._corrected(*entry, self._known[request]) for entry, request in site.items()}
+            key: {entry: self._corrected(*entry, self._known[number]) for entry, number in site.items()}
             for key, site in asked.items()
         }
         return [found[shape, id(statistics)] for shape, statistics in sites]
 
     def _corrected(self, name: str, kernel: str, found: Accuracy) -> Accuracy:
         """An error as the calibration's machine has it."""
-        factor = self._factors.get(kernel, {}).get(name, 1.0)
+        factor = self._factors[kernel].get(name, 1.0) if kernel in self._factors else 1.0
         return found if factor == 1.0 else Accuracy(found.mere * factor, found.sqnr_db - 20 * math.log10(factor))
 
-    def _requests(self, shape: SiteShape, statistics: SiteStatistics | None) -> dict[tuple[str, str], _Request]:
-        """What is asked of `predict_gemm_errors` per (pass, legal FP8 kernel)."""
-        result: dict[tuple[str, str], _Request] = {}
+    def _requests(self, shape: SiteShape, statistics: SiteStatistics | None) -> dict[tuple[str, str], int]:
+        """What is asked of `predict_gemm_errors` per (pass, legal FP8 kernel), by number."""
+        result: dict[tuple[str, str], int] = {}
         for name in shape.names:
             kernels = dict.fromkeys(kernel for some in self._toolboxes for kernel in legal_fp8(shape, name, some))
             if not kernels:
@@ -79,7 +79,8 @@ class Errors:
             signal = statistics.gradient if statistics is not None and name == "grad_weight" else None
             pair = statistics.pairs.get(name) if statistics is not None else None
             for kernel in kernels:
-                result[name, kernel] = (left, right, sizes, *_recipes(kernel), signal, pair, "bf16", parts_of_k(kernel, sizes))
+                request = left, right, sizes, *_recipes(kernel), signal, pair, "bf16", parts_of_k(kernel, sizes)
+                result[name, kernel] = self._numbers.setdefault(request, len(self._numbers))
         return result
 
     def _operands(self, name: str, statistics: SiteStatistics | None) -> tuple[TensorStatistics, TensorStatistics]:

@@ -13,7 +13,7 @@ from numerics.distributions import SCOPES
 from numerics.drift import Accumulation, drifts
 from numerics.noise import operand_noise, round_magnitudes
 from numerics.normal import normal_cdf, normal_quantile
-from numerics.outputs import outputs_of
+from numerics.outputs import Meeting, outputs_of
 from numerics.quantization import fake_quantize
 from numerics.recipe import Recipe
 from numerics.rounding import cast
@@ -165,13 +165,13 @@ def test_operand_noise_of_every_recipe(recipe):
 )
 def test_losses_of_non_negative_products_measured_on_an_h200(k, accumulation, loss):
     statistics = collect(positive(RNG(7), 512, k))
-    outputs = outputs_of(statistics, statistics, k)
+    (outputs,) = outputs_of([Meeting(statistics, statistics, (k, k), k)])
     assert drifts([Accumulation(statistics, statistics, outputs, accumulation, 6)])[0].shrinkage == pytest.approx(loss, rel=0.2)
 
 
 def test_noise_of_zero_mean_products_measured_on_an_h200():
     statistics = collect(normal(RNG(8), 512, 4096))
-    outputs = outputs_of(statistics, statistics, 4096)
+    (outputs,) = outputs_of([Meeting(statistics, statistics, (4096, 4096), 4096)])
     fast, split, exact = drifts(
         [Accumulation(statistics, statistics, outputs, how, 6) for how in ("hopper_fast", "hopper_split", "exact")]
     )
@@ -216,8 +216,8 @@ def test_very_long_sums_need_no_long_records(monkeypatch):
     a, b = collect(correlated(rng, 512, 96)), collect(shifted(rng, 512, 96))
     kernel, shape = ("e4m3/rowwise", "e4m3/rowwise", "hopper_split"), (512, 512, 2**17)
     short = predict_gemm_error(a, b, shape, *kernel)
-    assert max(x for x in a._views if isinstance(x, int)) == 2**14
-    monkeypatch.setattr("numerics.predict._WIDEST", 2**20)
+    assert not any(isinstance(x, int) for x in a._views)
+    monkeypatch.setattr("numerics.products._WIDEST", 2**20)
     whole = predict_gemm_error(a, b, (513, 512, 2**17), *kernel)
     assert short.sqnr_db == pytest.approx(whole.sqnr_db, abs=0.1) and short.mere == pytest.approx(whole.mere, rel=0.03)
 
