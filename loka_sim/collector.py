@@ -6,6 +6,7 @@ a hook per module sees every site, and the module's name is the site's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,12 +35,13 @@ class SiteCollector:
         model: A zoo model on the CPU.
         rank: Factors of each covariance to keep (see `numerics.distributions`).
         seed: Of the choice of rows where there are more than `MAX_ROWS`.
+        recipes: Those under which operands are seen together; others take the average of these.
     """
 
-    def __init__(self, model: nn.Module, rank: int, seed: int = 0) -> None:
+    def __init__(self, model: nn.Module, rank: int, seed: int = 0, recipes: Sequence[str] = RECIPES) -> None:
         """Registers the hooks."""
         self.enabled = False
-        self._rank = rank
+        self._rank, self._recipes = rank, tuple(recipes)
         self._generator = torch.Generator().manual_seed(seed)
         self._accumulators: dict[tuple[str, str], StatisticsAccumulator] = {}
         self._signals: dict[str, SignalAccumulator] = {}
@@ -92,7 +94,7 @@ class SiteCollector:
             "grad_weight": [(g.T, x.T) for g, x in latest],
         }
         measured = {
-            key: measure_pair(pairs, RECIPES, self._each[name] if key == "grad_weight" else None)
+            key: measure_pair(pairs, self._recipes, self._each[name] if key == "grad_weight" else None)
             for key, pairs in operands.items()
         }
         return {key: pair for key, pair in measured.items() if pair is not None}

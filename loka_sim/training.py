@@ -29,6 +29,7 @@ from loka_sim.datasets.base import Batch, Dataset, FrequentOnly, frequent
 from loka_sim.errors import LokaSimError, UserError
 from loka_sim.mods import parse_mods
 from loka_sim.statistics import SiteStatistics, Statistics, save
+from numerics.pair import RECIPES
 
 Progress = Callable[[str], None]
 SMALL = tuple(name for name in zoo.NAMES if name.endswith("-small"))
@@ -151,7 +152,7 @@ def _endless(dataset: Dataset, config: TrainingConfig) -> Iterator[Batch]:
 
 def train(
     name: str, training: Dataset, held_out: Dataset, config: TrainingConfig | None = None, *,
-    mods: Sequence[str] = (), progress: Progress | None = None,
+    mods: Sequence[str] = (), progress: Progress | None = None, recipes: Sequence[str] = RECIPES,
 ) -> TrainingRun:  # fmt: skip
     """Train a zoo model and collect its statistics.
 
@@ -162,6 +163,7 @@ def train(
         config: How.
         mods: Names of Mods.
         progress: Told a line now and then.
+        recipes: Those whose errors statistics measure on pairs of operands, see `numerics.pair`.
 
     Raises:
         UserError: unknown model or Mod, or the data do not fit.
@@ -175,7 +177,7 @@ def train(
     torch.manual_seed(config.seed)
     model = zoo.build(name, mods=mods, device="cpu", shape=training.shape)
     both = optimizers(model, config)
-    collector = SiteCollector(model, config.rank, config.seed)
+    collector = SiteCollector(model, config.rank, config.seed, recipes)
     clicks = seen = running = 0.0
     stream = _endless(training, config)
     for step in range(1, config.steps + 1):

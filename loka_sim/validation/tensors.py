@@ -64,13 +64,21 @@ def observe_zoo(name: str, mods: Sequence[str], seed: int, stop: Event | None = 
         for split, rows in zip(datasets.SPLITS, (STEPS * BATCH * 2, BATCH), strict=True)
     )
     config = TrainingConfig(steps=STEPS, batch=BATCH, seed=seed, collect=COLLECTED, min_count=1)
-    run = train(small, _Stoppable(training, stop or Event()), held_out, config, mods=mods)
+    run = train(small, _Stoppable(training, stop or Event()), held_out, config, mods=mods, recipes=recipes())
     batch = held_out.read().take(slice(0, BATCH))
     seen = _hooked(run.model)
     logits = run.model(*tensors(batch, run.model))
     binary_cross_entropy_with_logits(logits, torch.from_numpy(batch.labels)).backward()
     origin = f"{small}, {STEPS} steps of {BATCH} synthetic samples, seed {seed}; tensors of {len(batch)} held-out samples"
     return Observed(_matrices(seen), run.sites, origin)
+
+
+def recipes() -> list[str]:
+    """Recipes of the FP8 kernels there are: what else statistics may measure takes four times as long, and is not asked here."""
+    from perfmodel.kernels import KERNELS
+
+    operands = {recipe for spec in KERNELS.values() if spec.is_fp8 for recipe in (spec.recipe_a, spec.recipe_b)}
+    return sorted(recipe for recipe in operands if recipe is not None)
 
 
 class _Stoppable(Dataset):
@@ -98,7 +106,7 @@ def observe_users(model: Runnable) -> Observed:
 
     module, inputs = model.make().float(), tuple(x.float() if x.is_floating_point() else x for x in model.inputs())
     module, inputs = module.cpu(), tuple(x.cpu() for x in inputs)
-    collector = SiteCollector(module, 16)
+    collector = SiteCollector(module, 16, recipes=recipes())
     collector.enabled = True
     model.loss(module(*inputs)).backward()
     collector.close()

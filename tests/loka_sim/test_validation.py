@@ -18,6 +18,7 @@ from loka_sim.cli import main
 from loka_sim.dispatch.candidates import launches
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.decide import flat
+from loka_sim.dispatch.operands import Toolbox
 from loka_sim.errors import DataError, UserError
 from loka_sim.schemas import problem
 from loka_sim.validation import judge, measuring, plan, regret, tensors
@@ -343,6 +344,25 @@ def test_a_training_is_stopped_at_its_next_batch():
         tensors.observe_zoo("dlrm-small", (), 0, stop)
     observed = tensors.observe_zoo("dlrm-small", (), 0)
     assert len(observed.tensors) == 6 and all(x.shape[0] <= tensors.BATCH for x, _, _ in observed.tensors.values())
+
+
+def test_errors_of_fp8_kernels_need_no_other_recipes(monkeypatch):
+    """Statistics of the kernels' recipes alone predict what those of all nineteen do."""
+    from loka_sim.dispatch.accuracy import Errors
+    from loka_sim.dispatch.candidates import SiteShape
+    from numerics.pair import RECIPES
+
+    few = tensors.observe_zoo("dlrm-small", (), 0).statistics
+    monkeypatch.setattr(tensors, "recipes", lambda: RECIPES)
+    every = tensors.observe_zoo("dlrm-small", (), 0).statistics
+    toolbox = Toolbox.of(("torch", "loka", "fbgemm"))
+    linear = {name: found for name, found in every.items() if found.pairs}
+    assert set(few) == set(every) and len(linear) == 6
+    for name, all_of_it in linear.items():
+        m, n, k = 512, *all_of_it.pairs["output"].shape[1:]
+        shape = SiteShape((("output", m, n, k, 1), ("grad_input", m, k, n, 1), ("grad_weight", n, k, m, 1)))
+        assert len(few[name].pairs["output"].recipes) == 4
+        assert Errors(toolbox).of_site(shape, few[name]) == Errors(toolbox).of_site(shape, all_of_it)
 
 
 def test_a_validation_without_time_says_what_it_cut(spec_file, tmp_path, monkeypatch):
