@@ -226,7 +226,12 @@ class Workers:
                 continue
             if sweep != self._sweep:
                 continue
-            done, waiting, rows = done + 1, waiting - 1, rows + len(fresh)
+            waiting, rows = waiting - 1, rows + len(fresh)
             on_rows(fresh)
+            if time.time() > deadline and not fresh:
+                continue  # it was not begun
+            done += 1
             if done % 20 == 0:
                 progress(done, len(work), started, rows)
+        if time.time() > deadline and done < len(work):
+            print(f"out of time after {done} of {len(work)} parts of shapes; run again to go on", file=sys.stderr)

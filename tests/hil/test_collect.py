@@ -304,7 +304,7 @@ def test_what_is_asked_for_in_a_folder_is_measured_until_who_asked_is_gone(gpu, 
     assert [run["sweep"] for run in json.loads((folder / "gemm.json").read_text())["runs"]] == ["model", "fresh"]
 
 
-def test_several_sweeps_go_through_the_same_workers(monkeypatch):
+def test_several_sweeps_go_through_the_same_workers(monkeypatch, capsys):
     """Workers of threads: tasks in order, a late one is not begun, one that is lost is not waited for."""
     import queue
     import threading
@@ -337,8 +337,10 @@ def test_several_sweeps_go_through_the_same_workers(monkeypatch):
     with measuring.Workers(2, serve=serve) as workers:
         workers.run(work, time.time() + 60, rows.extend)
         assert len(rows) == 10 and [shape.m for shape, _ in done] == [1, 2, 3, 4, 5]
+        assert "out of time" not in capsys.readouterr().err
         workers.run(work, time.time() - 1, rows.extend)
         assert len(rows) == 10
+        assert capsys.readouterr().err == "out of time after 0 of 5 parts of shapes; run again to go on\n"
         dies.add(Shape(2, 1, 1))
         workers.run(work, time.time() + 60, rows.extend)
         assert len(rows) == 18
