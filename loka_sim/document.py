@@ -286,12 +286,15 @@ def _three(prefix: str, time: Time) -> dict[str, float]:
     return {f"{prefix}_us": time.us, f"{prefix}_low_us": time.low_us, f"{prefix}_high_us": time.high_us}
 
 
+_WHOLE = frozenset({str, int, bool, type(None)})
+
+
 def rounded(value: Any) -> Any:
     """Figures at six significant digits: more than any prediction holds, and the same on every machine."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {key: rounded(entry) for key, entry in value.items()}
+        return {key: entry if type(entry) in _WHOLE else rounded(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [rounded(entry) for entry in value]
+        return [entry if type(entry) in _WHOLE else rounded(entry) for entry in value]
     return value

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 WIDTH = 100
@@ -42,11 +44,29 @@ def render_json(value: Any, indent: str = "") -> str:
     """JSON with two spaces a level, and rows of plain values on one line."""
     inner = indent + "  "
     if isinstance(value, dict) and value:
-        body = ",\n".join(f"{inner}{json.dumps(key)}: {render_json(entry, inner)}" for key, entry in value.items())
+        body = ",\n".join([f"{inner}{_key(key)}: {render_json(entry, inner)}" for key, entry in value.items()])
         return f"{{\n{body}\n{indent}}}"
     if isinstance(value, list) and value and any(isinstance(entry, (dict, list)) for entry in value):
-        return "[\n" + ",\n".join(f"{inner}{render_json(entry, inner)}" for entry in value) + f"\n{indent}]"
-    return json.dumps(value, allow_nan=False)
+        return "[\n" + ",\n".join([f"{inner}{render_json(entry, inner)}" for entry in value]) + f"\n{indent}]"
+    return _plain(value)
+
+
+_encode = json.JSONEncoder(allow_nan=False).encode
+
+
+def _plain(value: Any) -> str:
+    # What most values are, without a call of the encoder for each.
+    if value is None:
+        return "null"
+    if isinstance(value, float) and math.isfinite(value):
+        return float.__repr__(value)
+    return _encode(value)
+
+
+@lru_cache(maxsize=4096)
+def _key(name: str) -> str:
+    """A key in JSON: documents have few of them, again and again."""
+    return json.dumps(name)
 
 
 _LEAST_NAME = 12
