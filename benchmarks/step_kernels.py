@@ -173,6 +173,9 @@ def table_of(profile: dict[str, Any], answer: WhatIf) -> pd.DataFrame:
     """Every kernel of one step that found its partner."""
     kernels, gemms = predicted_kernels(answer, profile["variant"])
     fused = pd.DataFrame(paired_fused(measured_kernels(profile), kernels, profile["batch"])).drop(columns="staged")
+    # Adds that meet in small tables take longer, which `whole_step.conflicts` has.
+    adds = fused["kind"] == "scatter"
+    fused.loc[adds, "us"] = fused[adds].groupby(["kept", "read_bytes"])["us"].transform("median")
     products = pd.DataFrame(paired_gemms(profile, gemms, [answer.times.of[row].us for row in gemms]))
     if len(products):
         products = products.groupby(list(Row._fields), as_index=False).agg(us=("us", "mean"), launches=("us", "size"))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from loka_sim import step_loops
 from loka_sim.dispatch.candidates import Assignment, SiteShape
 from loka_sim.dispatch.cost import Time
+from loka_sim.dispatch.steps import RUN_AS
 from loka_sim.fusion import RawGroup, kernels, measured
 from loka_sim.loops import Lowered
 from loka_sim.modelspec import Dim, Fused, ModelSpec
@@ -54,7 +55,7 @@ def taken(shape: SiteShape, assignment: Assignment, makers: Makers) -> dict[str,
         spec = KERNELS[kernel]
         for (tensor, turned), takes in zip(shape.reads(name), (spec.takes_a, spec.takes_b), strict=True):
             if takes is not None and KERNELS[makers[name][tensor]].library == "torch":
-                found.setdefault(name, {})[tensor] = Taken(takes, turned, *shape.tensor(tensor))
+                found.setdefault(name, {})[tensor] = Taken(takes, turned, *shape.tensor(tensor), kernel in RUN_AS)
     return found
 
 

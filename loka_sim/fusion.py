@@ -17,6 +17,7 @@ BOTH_WAYS_ELEMENTS, BOTH_WAYS_ROWS, BOTH_WAYS_COLUMNS = 5 * 2**20, 4096, 16 * 10
 BOTH = "both"
 # Operators that say nothing of a kernel.
 UNSAID = {"convert_element_type", "scalar_tensor", "full", "input", ""}
+IN_REDUCTIONS = {"column_scale"}  # once a tile elsewhere
 NEIGHBOURS = 4  # of the readers of one buffer, how many later ones each is tried with
 ALONE = ("gemm", "external", "gather", "fill", "place")
 
@@ -273,7 +274,8 @@ def _measured(lowered: Lowered, loops: list[Scheduled], number: int, users: dict
         kind = BOTH
     if kind == "pointwise" and any(loop.gathers for loop in loops):
         kind = "gather"
-    label = " ".join(sorted({operator for loop in loops for operator in (*loop.operators, loop.label)} - UNSAID))
+    said = {operator for loop in loops for operator in (*loop.operators, loop.label)} - UNSAID
+    label = " ".join(sorted(said if kinds & {"row", "column"} else said - IN_REDUCTIONS))
     uneven = any(loop.uneven for loop in loops if loop.kind == "row")
     written = sum(made[buffer] for buffer in kept)
     return RawGroup(kind, label, space, sum(read.values()), written, turned_writes + sum(read[b] for b in unordered), uneven)

@@ -25,6 +25,9 @@ MULTIPROCESSORS, RESIDENT = 132, 2048
 BLOCK = 128
 
 MAGNITUDES, CAST = frozenset({"abs", "amax"}), frozenset({"mul", "clamp_min", "clamp_max"})
+# torchao rounds the scales of rows to powers of two, in FP64. torch.compile computes them anew for every element behind a GEMM,
+# and where a reduction over rows casts by the scales of columns, too.
+RESCALE, BY_COLUMNS = frozenset({"rescale"}), frozenset({"column_scale"})
 
 
 class Taken(NamedTuple):
@@ -35,12 +38,14 @@ class Taken(NamedTuple):
         turned: It is read transposed to how it is stored.
         rows: Rows of the tensor as it is stored.
         columns: Its columns.
+        after: Its scale is multiplied to the GEMM's output by a kernel behind it.
     """
 
     scaling: str
     turned: bool
     rows: int
     columns: int
+    after: bool = False
 
     @property
     def across(self) -> bool:
@@ -112,7 +117,18 @@ class _Quantized:
                         made[(*place, how.scaling, how.across)],
                     ):
                         reads[buffer, ""] = Access(self.sizes[buffer], False)
-            result.append(replace(loop, reads=reads))
+            if any(how.after for how in taken.values()):
+                ((buffer, size),) = loop.writes.items()
+                raw = self._buffer(size)
+                result.append(replace(loop, reads=reads, writes={raw: size}))
+                whole = {(raw, ""): Access(size, True)}
+                result.append(
+                    Scheduled(
+                        "mul", "pointwise", (size // 2, 1), whole, {buffer: size}, operators=RESCALE, backward=loop.backward
+                    )
+                )
+            else:
+                result.append(replace(loop, reads=reads))
         return Lowered(result, self.sizes, self.step.outputs)
 
     # What is no longer written.
@@ -192,8 +208,9 @@ class _Quantized:
         made[key] = self._buffer(elements)
         along = how.scaling != "tensorwise" and not how.across  # a scale for what lies side by side: there when its turn comes
         sources = {**turned, (made[scale], ""): Access(self.sizes[made[scale]], along)}
+        operators |= CAST | (BY_COLUMNS if how.across else frozenset())
         yield Scheduled(
-            "cast", "pointwise", (elements, 1), sources, {made[key]: elements}, operators=operators | CAST, backward=gemm.backward
+            "cast", "pointwise", (elements, 1), sources, {made[key]: elements}, operators=operators, backward=gemm.backward
         )
 
     def _magnitudes(

@@ -35,7 +35,6 @@ APART, FROM_ONE, BENDS = 0.012, 0.004, 0.04
 OUTLYING = 0.15  # of the logarithm: kernels further off count in proportion less
 ROUNDS = 8
 SHARED_WEIGHT = 0.5  # of steps that ran beside other work on the machine
-LEAST_SHARE = 0.02  # of a step's time that a family must take, to be judged by it
 LEAST_OFF = 0.03
 STEP = ["model", "batch", "variant"]
 
@@ -129,7 +128,7 @@ def held_out(table: pd.DataFrame, alone: Array) -> Array:
 def off_together(table: pd.DataFrame, predicted: Array) -> dict[str, float]:
     """Per family, the half-width of a 90% interval of its total in a step, as a share.
 
-    A model counts once, however many of its steps there are; Student's t for so many models.
+    A model counts by the share of its time, however many of its steps there are; Student's t for so many models.
     """
     from scipy.stats import t
 
@@ -138,11 +137,14 @@ def off_together(table: pd.DataFrame, predicted: Array) -> dict[str, float]:
     )
     totals = sums.groupby([*STEP, "family"], as_index=False)[["measured", "predicted"]].sum()
     totals = totals.merge(table.groupby(STEP, as_index=False)["step_us"].first())
-    totals = totals[totals["measured"] > LEAST_SHARE * totals["step_us"]]
-    totals["square"] = np.log(totals["measured"] / totals["predicted"]) ** 2
-    by_model = totals.groupby(["family", "model"])["square"].mean().groupby("family").agg(["mean", "size"])
-    quantile = {number: float(t.ppf(0.95, max(number - 1, 1))) for number in by_model["size"].unique()}
-    return {str(name): round(max(LEAST_OFF, quantile[row["size"]] * row["mean"] ** 0.5), 4) for name, row in by_model.iterrows()}
+    totals["share"] = totals["measured"] / totals["step_us"]
+    totals["square"] = totals["share"] * np.log(totals["measured"] / totals["predicted"]) ** 2
+    by_model = totals.groupby(["family", "model"])[["share", "square"]].mean()
+    result = {}
+    for name, models in by_model.groupby("family"):
+        quantile = float(t.ppf(0.95, max(len(models) - 1, 1)))
+        result[str(name)] = round(max(LEAST_OFF, quantile * float(models["square"].sum() / models["share"].sum()) ** 0.5), 4)
+    return result
 
 
 def gap_us(table: pd.DataFrame) -> float:

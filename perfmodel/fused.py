@@ -37,6 +37,8 @@ LAUNCH_US = 1.0
 INSTRUCTIONS = {
     "exp": 10, "exp2": 10, "sigmoid": 11, "silu": 11, "div": 8, "reciprocal": 8, "tanh": 17, "erf": 30, "gelu": 30, "log": 28,
     "log1p": 28, "softplus": 38, "sin": 28, "cos": 30, "pow": 58, "_softmax": 10,
+    # A scale of a row rounded to a power of two in FP64: kernels of dcnv2 with torchao's rowwise recipe took so long an element.
+    "rescale": 180, "column_scale": 160,
 }  # fmt: skip
 AGAIN = 3.0  # a middling value: reductions of 64 to 512 elements took 2 to 10 times their bytes across memory more
 LANES, CLOCK_GHZ = 128, 1.98

@@ -67,6 +67,8 @@ def torch_makes(row: Row) -> bool:
     return KERNELS[row.kernel].library == "torch" and KERNELS[row.kernel].kind in ("quantize", "layout")
 
 
+RUN_AS = {"torch/fp8_rowwise_split": "torch/fp8_tensorwise_split"}
+"""What torchao runs of a kernel in a step, behind which it multiplies the scales (torchao 0.17, `addmm_float8_unwrapped`)."""
 NOTHING: Mapping[str, Time] = {}
 CERTAIN: Mapping[bool, float] = {}
 
@@ -187,7 +189,8 @@ def step(
             bf16_gemms[Row(kernel, *shape.gemm(which))] += count
         for row in flat(launches(shape, dict(entries), toolbox)):
             gemms[row] += count
-            apart[row] += count * (not (fused and torch_makes(row)))
+            run = row._replace(kernel=RUN_AS.get(row.kernel, row.kernel)) if fused else row
+            apart[run if run in times.of else row] += count * (not (fused and torch_makes(row)))
     fp8_sites = fp8_passes = unsafe = 0
     for site, assignment in zip(sites, assignments, strict=True):
         others.update(site.around.rows)

@@ -19,6 +19,7 @@ from loka_sim.errors import UserError
 from loka_sim.fp8_step import fused, taken
 from loka_sim.quantized_loops import Taken, pieces, quantized
 from perfmodel.data_folder import data_folder
+from perfmodel.fused import instructions_of
 
 REFERENCE = json.loads((Path(__file__).parent / "torch_compile_fp8_kernels.json").read_text())
 B, N = 8192, 512
@@ -81,6 +82,29 @@ def test_a_bf16_pass_keeps_the_activation_written(spec):
 def test_rowwise_magnitudes_and_cast_are_one_kernel(spec):
     found = kernels(spec, assigned(spec, ("output", "grad_input", "grad_weight"), "rowwise"))
     assert ("forward", "row", (B, N), BYTES, BYTES // 2 + 4 * B) in found
+
+
+def test_scales_behind_a_gemm_are_a_kernel_over_its_output(spec):
+    """torchao runs a rowwise GEMM without fast accumulation by tensors, and multiplies what it returns."""
+    passes = assigned(spec, ("grad_weight",), "rowwise")
+    after = {key: {name: how._replace(after=True) for name, how in operands.items()} for key, operands in passes.items()}
+    plain, scaled = (kernels(spec, which) for which in (passes, after))
+    size = 2 * 256 * N  # of the weight's gradient
+    more = [kernel for kernel in scaled if kernel not in plain]
+    assert more == [("backward", "pointwise", (256 * N, 1), size, size)]
+    step = step_loops.read(spec.loops, B)
+    (label,) = [k.label for k in fused(step, after) if "rescale" in k.label]
+    assert instructions_of(label.split()) > 100
+
+
+def test_torchaos_rowwise_gradients_are_scaled_behind_their_gemms():
+    site = modelspec.load(data_folder() / "specs" / "dlrm-small.json").sites[1]
+    shape = SiteShape.of(site, 2048)
+    chosen = {name: f"torch/fp8_rowwise_{'fast' if name == 'output' else 'split'}" for name in shape.names}
+    found = taken(shape, chosen, operand_makers(shape, chosen))
+    assert {name: {how.after for how in operands.values()} for name, operands in found.items()} == {
+        "output": {False}, "grad_input": {True}, "grad_weight": {True},
+    }  # fmt: skip
 
 
 def test_what_another_library_quantizes_is_written_for_it(spec):

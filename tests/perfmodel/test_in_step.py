@@ -1,0 +1,99 @@
+"""What kernels take inside a step: curves recovered from kernels made up, and those that ship held to profiled steps."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from perfmodel import fit_in_step, in_step
+from perfmodel.data_folder import data_folder
+
+SHIPPED = in_step.load()
+TABLE = pd.read_parquet(data_folder() / "h200" / "step_kernels.parquet")
+
+
+def kernels(count: int, seed: int = 0) -> pd.DataFrame:
+    """Kernels of three models, pointwise and GEMMs, each a thousandth of its step."""
+    source = np.random.default_rng(seed)
+    moved = 2 ** source.uniform(15, 29, count)
+    gemm = source.random(count) < 0.5
+    return pd.DataFrame(
+        {
+            "model": source.choice(["dlrm-small", "wukong-small", "x:dcnv2_3"], count), "batch": 512, "variant": "bf16",
+            "kind": np.where(gemm, "gemm", "pointwise"), "kernel": np.where(gemm, "torch/bf16", None), "label": "add",
+            "read_bytes": moved / 2, "written_bytes": moved / 2, "launches": 1, "shared": False, "step_us": 1.0,
+            "graph_us": 2.0, "step_launches": 4,
+        }
+    )  # fmt: skip
+
+
+def test_curves_are_found_again_whatever_a_few_kernels_do():
+    table = kernels(3000)
+    alone = 2 ** np.random.default_rng(1).uniform(1, 9, len(table))
+    moved = np.log2(table["read_bytes"] + table["written_bytes"])
+    gemms = (table["kind"] == "gemm").to_numpy()
+    truth = np.where(gemms, 0.9, np.interp(moved, [15, 23, 29], [1.0, 0.7, 1.0]))
+    noise = np.random.default_rng(2).normal(0, 0.03, len(table))
+    table["us"] = alone * truth * np.exp(noise + (np.arange(len(table)) % 20 == 0) * 2.0)  # a twentieth takes seven times as long
+    table["step_us"] = 300 * table["us"]  # that all count alike
+    curves = fit_in_step.fit(table, alone)
+    found = fit_in_step.factors(curves, table, alone)
+    assert np.abs(found / truth - 1).max() < 0.06
+
+
+def test_a_family_is_as_far_off_as_its_steps_are():
+    table = kernels(300)
+    table["us"] = 0.01
+    off = {"dlrm-small": 1.1, "wukong-small": 0.95, "x:dcnv2_3": 1.02}
+    found = fit_in_step.off_together(table, 0.01 * table["model"].map(off).to_numpy())
+    logs = np.log(list(off.values()))
+    for share in found.values():  # 2.92: Student's t of two degrees of freedom
+        assert share == pytest.approx(2.92 * np.sqrt((logs**2).mean()), rel=0.2)
+
+
+def test_kinds_of_models_are_known_by_their_names():
+    names = ["wukong-production", "wukong-small", "benchmarks.other_widths:wukong", "benchmarks.other_widths:wukong_7"]
+    assert {fit_in_step.architecture(name) for name in names} == {"wukong"}
+
+
+def test_the_gap_is_what_a_graph_takes_longer_than_its_kernels():
+    assert fit_in_step.gap_us(kernels(10)) == pytest.approx(0.25)
+    with_others = kernels(10).assign(model="dlrm-small", shared=True, graph_us=9.0)
+    assert fit_in_step.gap_us(pd.concat([kernels(10), with_others.assign(variant="naive")])) == pytest.approx(0.25)
+
+
+def test_families_tell_quantization_from_the_rest():
+    assert in_step.family("pointwise", "add cast mul") == "quantize_pointwise"
+    assert in_step.family("row", "abs amax relu") == "quantize_reduction"
+    assert in_step.family("row", "amax exp sub sum") == "reduction"  # a softmax
+    assert in_step.family("external", "index_add") == "pointwise"
+    assert in_step.family("unheard of", "add") == ""
+
+
+def test_small_kernels_find_what_they_read_in_the_cache():
+    """The shipped curves: a megabyte from the L2, hundreds of them from memory; and large FP8 GEMMs have power to spare."""
+    small, large, unknown = SHIPPED.fused(["pointwise", "pointwise", ""], [2**20, 2**28, 2**20])
+    assert small < 0.85 < 0.9 < large and unknown == 1
+    assert SHIPPED.gemm(True, 300.0) < SHIPPED.gemm(False, 300.0) < 1.1
+    assert 0.1 < SHIPPED.gap_us < 1.0
+
+
+def test_steps_of_models_left_out_are_nearer_with_the_curves_than_without():
+    alone = fit_in_step.alone_us(TABLE)
+    apart = {}
+    for name, times in (("alone", alone), ("in a step", fit_in_step.held_out(TABLE, alone))):
+        sums = TABLE.assign(measured=TABLE["us"] * TABLE["launches"], predicted=times * TABLE["launches"])
+        totals = sums.groupby(fit_in_step.STEP)[["measured", "predicted"]].sum()
+        apart[name] = np.abs(np.log(totals["measured"] / totals["predicted"])).mean()
+    assert apart["in a step"] < 0.06 and apart["in a step"] < 0.7 * apart["alone"]
+
+
+def test_a_file_of_another_version_is_refused(tmp_path, monkeypatch):
+    folder = tmp_path / "h200" / "models"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(in_step, "data_folder", lambda: tmp_path)
+    assert in_step.load() is None
+    (folder / in_step.FILE).write_text(json.dumps({"schema_version": 99}))
+    with pytest.raises(ValueError, match="schema version 99"):
+        in_step.load()
