@@ -13,7 +13,7 @@ from loka_sim.dispatch.cost import Time
 from loka_sim.files import write_text_atomic
 from loka_sim.validation.request import Request
 from loka_sim.validation.runnable import TABLE_ROWS
-from loka_sim.whole_step import TABLE_LAUNCHES, called_us, others, table_gradient
+from loka_sim.whole_step import TABLE_LAUNCHES, called_us, log_loss, others, table_gradient
 
 if TYPE_CHECKING:
     import pandas
@@ -142,7 +142,7 @@ def step_part(step: dict[str, Any] | None, before: WhatIf, after: WhatIf, rows: 
         return None
     losses = {"decision": given_up(after), "decision_before": given_up(before)}
     answers = {"before": before, "after": after}
-    beside = {when: _table_gradients(answer, rows) for when, answer in answers.items()}
+    beside = {when: _around_us(answer, rows) for when, answer in answers.items()}
     predicted = {when: _speedups(answer, beside[when]) for when, answer in answers.items()}
     gemms, tables = sum(len(site.passes) for site in after.sites), TABLE_LAUNCHES * len(after.spec.tables)
     whole, calls_us = after.steps[0].whole, called_us(after.others, gemms + tables)
@@ -159,8 +159,8 @@ def step_part(step: dict[str, Any] | None, before: WhatIf, after: WhatIf, rows: 
         }  # fmt: skip
         for when, answer in answers.items():
             # Each model has a decision of its own; where both were run, it says nothing of the other's.
-            others = {"before": "decision", "after": "decision_before"}[when]
-            if name == others and "decision_before" in step["medians"]:
+            other = {"before": "decision", "after": "decision_before"}[when]
+            if name == other and "decision_before" in step["medians"]:
                 variant[f"predicted_{when}"] = None
                 continue
             speedup, factor = predicted[when]["decision" if name in losses else name], 1.0
@@ -186,15 +186,17 @@ def step_part(step: dict[str, Any] | None, before: WhatIf, after: WhatIf, rows: 
     }  # fmt: skip
 
 
-def _table_gradients(answer: WhatIf, rows: int) -> float:
-    """Microseconds of the dense gradients that torch's embedding tables have beside what a training of them would launch."""
+def _around_us(answer: WhatIf, rows: int) -> float:
+    """Microseconds of what is run beside the model as specified: a loss, and dense gradients of its embedding tables."""
     from perfmodel import fused
 
     try:
         model = fused.load(answer.settings.hardware)
     except (FileNotFoundError, ValueError):
         return 0.0
-    return sum(other.time.us for other in others(table_gradient(answer.spec.tables, rows), answer.spec.batch, model))
+    kernels = [*table_gradient(answer.spec.tables, rows), *log_loss()]
+    gaps_us = sum(kernel.count for kernel in kernels) * (model.in_step.gap_us if model.in_step else 0.0)
+    return gaps_us + sum(other.time.us for other in others(kernels, answer.spec.batch, model))
 
 
 def _speedups(answer: WhatIf, beside_us: float) -> dict[str, Time]:

@@ -219,7 +219,9 @@ def test_the_exported_step_is_predicted_as_torchao_runs_it():
     # As it was run, 10,000 rows a table: FP32 of each is filled, and read and cast to bf16, at most as fast as a copy.
     elements = sum(min(table.rows, 10_000) * table.dim for table in answer.spec.tables)
     tables = 1e3 * part["predicted_bf16_ms"] - bf16
-    assert (4 + 4 + 2) * elements / 4.9e6 < tables < 3 * (4 + 4 + 2) * elements / 4.3e6 + 5.0 * len(answer.spec.tables)
+    # The kernels of a loss come with them.
+    launches = 2 * len(answer.spec.tables) + 20
+    assert (4 + 4 + 2) * elements / 4.9e6 < tables < 3 * (4 + 4 + 2) * elements / 4.3e6 + 5.0 * launches
     bf16, decided = bf16 + tables, decided + tables
     off = {entry["name"]: entry for entry in judge.tolerances(None, None, None, part)}["step_gap"]
     assert off["value"] == pytest.approx(abs(bf16 / 1e5 - 1)) and off["ok"] == (off["value"] <= 0.1)
