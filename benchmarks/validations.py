@@ -10,6 +10,11 @@ of times after refinement are of shapes that it did not see: the model's own cro
 prints what the shipped time model's decisions cost over the best of the sweep `zoo`, in which every zoo model's kernels were
 measured whole, on another machine; no fit has seen it.
 
+    python benchmarks/validations.py --refined
+
+refines the shipped time model by each document's own shapes and judges it on shapes that it did not see: fresh ones of the same
+run, all of the other validations, and the sweeps `blind`, `blind2` and `zoo` of other machines.
+
     python benchmarks/validations.py --calibration FOLDER
 
 prints how far a calibration's times (of `collect --gpu` or `validate --gpu`) are from the sweeps `blind`, `blind2` and `zoo`
@@ -140,6 +145,43 @@ def swept() -> str:
     return markdown([*head, "torchao filter, tensorwise", "rowwise"], rows)
 
 
+def refined(documents: Sequence[dict[str, Any]]) -> str:
+    """Times before and after refinement by each validation's own shapes, on others'."""
+    import numpy
+    import pandas
+
+    import perfmodel
+    from perfmodel.judge import SHAPE
+    from perfmodel.kernels import KERNELS
+    from perfmodel.measured import read_timings
+    from perfmodel.refine import refine
+
+    base = perfmodel.load("h200")
+    measured = [pandas.DataFrame(document["time"]["rows"]).rename(columns={"measured_us": "p50_us"}) for document in documents]
+    swept = read_timings("h200").query("sweep in @BLIND")
+    swept = swept[[name.startswith("torch/") for name in swept["kernel"]]]
+    found: list[Any] = []
+    for number, rows in enumerate(measured):
+        own = rows[rows["set"] == "model"]
+        model = refine(base, own).model
+        others = pandas.concat([other for index, other in enumerate(measured) if index != number])
+        for place, some in (("fresh", rows[rows["set"] == "fresh"]), ("other validations", others), ("sweeps", swept)):
+            seen = pandas.MultiIndex.from_frame(some[SHAPE]).isin(pandas.MultiIndex.from_frame(own[SHAPE]))
+            some = some[~seen].reset_index(drop=True)
+            judged = some.assign(place=place, kind=[KERNELS[name].kind for name in some["kernel"]])
+            for when, predicted in (("before", base.predict(some)), ("after", model.predict(some))):
+                time, low, high = (predicted[name] for name in ENDS)
+                judged[f"mape_{when}"] = numpy.abs(time / some["p50_us"] - 1)
+                judged[f"coverage_{when}"] = ((some["p50_us"] >= low) & (some["p50_us"] <= high)).astype(float)
+            found.append(judged)
+    every = pandas.concat(found)
+    table = []
+    for (place, kind), some in every.groupby(["place", "kind"]):
+        pairs = [[percent(float(some[f"{what}_{when}"].mean())) for when in ("before", "after")] for what in ("mape", "coverage")]
+        table.append([str(place), str(kind), f"{len(some):,}", *(" → ".join(pair) for pair in pairs)])
+    return markdown(["judged on", "kernels", "n", "MAPE", "in 90%"], table)
+
+
 def calibrated(folder: Path) -> str:
     """A calibration of an H200 against the sweeps that no model has seen, per kernel, beside the shipped model."""
     import pandas
@@ -175,6 +217,7 @@ def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--swept", action="store_true", help="decisions of the shipped time model, priced by the sweep zoo")
+    parser.add_argument("--refined", action="store_true", help="times before and after refinement, on shapes of others")
     parser.add_argument("--calibration", type=Path, metavar="FOLDER", help="judge a calibration by sweeps that it has not seen")
     parser.add_argument("folder", type=Path, nargs="?", default=data_folder() / "h200" / "validations")
     options = parser.parse_args()
@@ -187,6 +230,9 @@ def main() -> int:
     documents = read(options.folder)
     if not documents:
         parser.error("there is no document in that folder")
+    if options.refined:
+        print(refined([document for document in documents if document["time"]]))
+        return 0
     print("\n\n".join(part(documents) for part in (times, decisions, steps)))
     return 0
 
