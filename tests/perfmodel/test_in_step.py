@@ -52,6 +52,18 @@ def test_a_family_is_as_far_off_as_its_steps_are():
         assert share == pytest.approx(2.92 * np.sqrt((logs**2).mean()), rel=0.2)
 
 
+def test_intervals_are_as_wide_as_nine_steps_in_ten_need():
+    table = pd.concat([kernels(100, seed).assign(batch=seed) for seed in range(30)], ignore_index=True)
+    table["us"] = 0.01
+    log_off = dict(zip(range(30), np.random.default_rng(5).normal(0, 0.1, 30), strict=True))
+    steps = table["batch"].map(log_off) + table["model"].map({"dlrm-small": 0.0, "wukong-small": 0.02, "x:dcnv2_3": -0.02})
+    predicted = 0.01 * np.exp(steps.to_numpy())
+    found = fit_in_step.calibrated(table, predicted, {"pointwise": 0.5, "gemm_bf16": 0.5})
+    # Both families of a step are off by the same here; each widths adds in quadrature.
+    needed = np.quantile(np.abs(1 - np.exp(-steps.groupby([table["model"], table["batch"]]).first())), 0.9)
+    assert found["pointwise"] == found["gemm_bf16"] == pytest.approx(np.sqrt(2) * needed, rel=0.15)
+
+
 def test_kinds_of_models_are_known_by_their_names():
     names = ["wukong-production", "wukong-small", "benchmarks.other_widths:wukong", "benchmarks.other_widths:wukong_7"]
     assert {fit_in_step.architecture(name) for name in names} == {"wukong"}
