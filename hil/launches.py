@@ -1,4 +1,4 @@
-"""Time single launches of GEMMs or quantizers over very many shapes: far quicker than `hil.collect`, and far noisier.
+"""Time single launches of GEMMs over very many shapes: far quicker than `hil.collect`, and far noisier.
 
     python -m hil.launches --out data/h200 --count 60000 --seed 9001 --minutes 5
     python -m hil.launches --out data/h200 --count 40000 --seed 9101 --minutes 2 --kernels 'loka/fp8_*' 'fbgemm/fp8_rowwise_*'
@@ -8,9 +8,8 @@ second, where replays of graphs give 85. They are 6% from those replays on avera
 choice of kernel does to the time (tiles, splits of K, slow paths of odd sizes) shows all the same, which is what so many
 shapes are for: `perfmodel.fit` learns it here first, and the rest from the careful timings.
 
-Shapes that `gemm.parquet` and `memory.parquet` in the folder have are left out: what is learned here stays ignorant of the
-shapes that judge it. Triton compiles our own kernels for hundreds of forms, a second each: `--workers` processes do so first.
-What torch.compile makes is not for here, as it compiles anew for every shape.
+Shapes that `gemm.parquet` in the folder has are left out: what is learned here stays ignorant of the shapes that judge it.
+Triton compiles our own GEMM for some hundred ways to cut a shape, a second each: `--workers` processes do so first.
 """
 
 from __future__ import annotations
@@ -33,26 +32,16 @@ import numpy as np
 import pandas as pd
 
 from hil.kernels.base import Runner, Shape
-from hil.shapes import (
-    batched_shapes,
-    gemm_shapes,
-    grouped_shapes,
-    interaction_shapes,
-    memory_shapes,
-    tall_shapes,
-    wide_memory_shapes,
-    wide_shapes,
-)
+from hil.shapes import batched_shapes, gemm_shapes, grouped_shapes, interaction_shapes, tall_shapes, wide_shapes
 from hil.timing import BufferPool
 from perfmodel.gemm_plan import STEP, parts_of, plan_of
 from perfmodel.kernels import KERNELS
 
 LAUNCHES = 3
-QUANTIZERS = tuple(name for name, spec in KERNELS.items() if spec.kind == "quantize" and spec.library != "torch")
 TORCH = tuple(name for name, spec in KERNELS.items() if spec.library == "torch" and "gemm" in spec.kind and "grouped" not in name)
 _CHUNK = 800
-# Shapes whose forms of our own GEMM are compiled ahead: those that come up later are few. And operands, for quantizers.
-_COMPILED_FOR, _OPERANDS = 8000, 150
+# Shapes whose forms of our own GEMM are compiled ahead: those that come up later are few.
+_COMPILED_FOR = 8000
 # Below this the operands stay in the L2, as they do when `hil.collect` rotates as many buffers as it may.
 _RESIDENT_BYTES = 8e5
 _MARKER = "spin_kernel"
@@ -62,17 +51,13 @@ def drawn(count: int, seed: int, kernels: Collection[str] = TORCH) -> list[Shape
     """About `count` distinct shapes: 56% as `gemm_shapes`, 8% N and K multiples of 128, the rest tall, wide and batched.
 
     Without the kinds that none of the kernels takes, and with as many grouped ones as batched where a kernel takes those.
-    Of quantizers alone, operands: eight in ten as `memory_shapes`, the rest wide.
     """
     share: tuple[tuple[Callable[[int, int], list[Shape]], float], ...] = (
         (gemm_shapes, 0.56), (tall_shapes, 0.07), (wide_shapes, 0.08), (interaction_shapes, 0.16), (batched_shapes, 0.05),
-        (_block_shapes, 0.08), (grouped_shapes, 0.21), (memory_shapes, 0.8), (wide_memory_shapes, 0.2),
+        (_block_shapes, 0.08), (grouped_shapes, 0.21),
     )  # fmt: skip
     kinds = {"grouped" if "grouped" in name else KERNELS[name].kind for name in kernels}
-    of: dict[Any, str] = {
-        interaction_shapes: "batched_gemm", batched_shapes: "batched_gemm", grouped_shapes: "grouped",
-        memory_shapes: "quantize", wide_memory_shapes: "quantize",
-    }  # fmt: skip
+    of: dict[Any, str] = {interaction_shapes: "batched_gemm", batched_shapes: "batched_gemm", grouped_shapes: "grouped"}
     draws = [
         (draw, round(part * count), number) for number, (draw, part) in enumerate(share, seed) if of.get(draw, "gemm") in kinds
     ]
@@ -128,19 +113,14 @@ def _covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def compile_ahead(shapes: Sequence[Shape], names: Sequence[str], workers: int) -> None:
-    """Launch our own kernels once in each form that the shapes take, in several processes that share Triton's cache.
-
-    A GEMM's form is known from its shape; a quantizer meets most of its own within `_OPERANDS` shapes, a process each.
-    """
+    """Launch every form of our own GEMM that the shapes take once, in several processes that share Triton's cache."""
     own = [name for name in names if name.startswith("loka/")]
-    gemms, quantizers = ([name for name in own if (KERNELS[name].kind == "quantize") is wanted] for wanted in (False, True))
-    forms = list({_form(name, shape): (name, shape) for shape in shapes for name in gemms if takes(name, shape)}.values())
-    todo = [forms[i::workers] for i in range(workers) if forms[i::workers]]
-    todo += [[(name, shape) for shape in shapes[:_OPERANDS] if takes(name, shape)] for name in quantizers]
+    forms = {_form(name, shape): (name, shape) for shape in shapes for name in own if takes(name, shape)}
+    todo = list(forms.values())
     if todo:
         with multiprocessing.get_context("spawn").Pool(workers) as pool:
-            pool.map(_launch_once, todo, chunksize=1)
-        print(f"compiled by {sum(map(len, todo))} launches", file=sys.stderr)
+            pool.map(_launch_once, [todo[i::workers] for i in range(workers)], chunksize=1)
+        print(f"compiled {len(todo)} forms", file=sys.stderr)
 
 
 def _form(name: str, shape: Shape) -> tuple[Any, ...]:
@@ -208,22 +188,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=9001)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument(
-        "--kernels",
-        nargs="+",
-        default=list(TORCH),
-        metavar="PATTERN",
-        help="GEMMs, or quantizers (default: torch's GEMMs but grouped)",
+        "--kernels", nargs="+", default=list(TORCH), metavar="PATTERN", help="GEMMs (default: torch's but grouped)"
     )
-    parser.add_argument("--workers", type=int, default=8, help="processes that compile our own kernels (default 8)")
+    parser.add_argument("--workers", type=int, default=8, help="processes that compile our own GEMM (default 8)")
     options = parser.parse_args(arguments)
-    fitting = [name for name in KERNELS if any(fnmatchcase(name, pattern) for pattern in options.kernels)]
-    names = [name for name in fitting if "gemm" in KERNELS[name].kind or name in QUANTIZERS]
+    names = [
+        name
+        for name, spec in KERNELS.items()
+        if "gemm" in spec.kind and any(fnmatchcase(name, pattern) for pattern in options.kernels)
+    ]
     if not names:
-        parser.error(
-            f"--kernels {' '.join(options.kernels)} fits no GEMM and no quantizer but torch.compile's; see: loka-sim kernels"
-        )
-    if 0 < sum(name in QUANTIZERS for name in names) < len(names):
-        parser.error(f"--kernels {' '.join(options.kernels)} fits GEMMs and quantizers: run them one after the other")
+        parser.error(f"--kernels {' '.join(options.kernels)} fits no GEMM; see: loka-sim kernels")
 
     import torch
 
@@ -234,9 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from hil.kernels import RUNNERS
 
     began, shape = time.time(), ["m", "n", "k", "groups"]
-    path, sidecar = options.out / "launches.parquet", options.out / "launches.json"
-    files = [old for name in ("launches", "gemm", "memory") if (old := options.out / f"{name}.parquet").is_file()]
-    known = {tuple(row) for old in files for row in pd.read_parquet(old).reindex(columns=shape, fill_value=1).to_numpy()}
+    path, sidecar, careful = (options.out / name for name in ("launches.parquet", "launches.json", "gemm.parquet"))
+    known = {tuple(row) for old in (path, careful) if old.is_file() for row in pd.read_parquet(old)[shape].to_numpy()}
     shapes = [s for s in drawn(options.count, options.seed, names) if (s.m, s.n, s.k, s.groups) not in known]
     compile_ahead(shapes[:_COMPILED_FOR], names, options.workers)
     fresh = pd.DataFrame(measured(shapes, [RUNNERS[name] for name in names], began + 60 * options.minutes))

@@ -77,17 +77,7 @@ def test_a_form_of_our_own_gemm_is_compiled_once():
     assert launches._form(name, Shape(4096, 512, 1024)) != launches._form("loka/fp8_rowwise_split", Shape(4096, 512, 1024))
 
 
-def test_operands_are_drawn_for_quantizers():
-    shapes = launches.drawn(500, 5, ["loka/quantize_rowwise_dual"])
-    assert len(shapes) > 480 and all(s.n == 1 and s.groups == 1 for s in shapes) and max(s.k for s in shapes) > 8192
-    blocks = launches.drawn(500, 5, ["loka/quantize_block128x128"])
-    assert blocks and all(s.m % 128 == s.k % 128 == 0 for s in blocks)
-
-
-@pytest.mark.parametrize(
-    ("patterns", "why"), [(["torch/quantize_*"], "fits no GEMM and no quantizer"), (["loka/*"], "one after the other")]
-)
-def test_kernels_that_are_not_launched_together_are_refused(capsys, patterns, why):
+def test_kernels_that_are_no_gemm_are_refused(capsys):
     with pytest.raises(SystemExit):
-        launches.main(["--out", "nowhere", "--kernels", *patterns])
-    assert why in capsys.readouterr().err
+        launches.main(["--out", "nowhere", "--kernels", "loka/quantize_*"])
+    assert "fits no GEMM" in capsys.readouterr().err
