@@ -1,6 +1,10 @@
 """Every test here needs a Hopper GPU: without one it is skipped, by name."""
 
+import os
 from pathlib import Path
+
+# Tests run in many processes, each of which torch.compile would give a process a core.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch
