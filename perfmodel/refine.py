@@ -27,6 +27,8 @@ _NORMAL = np.array([NormalDist().inv_cdf((step + 0.5) / 200) for step in range(2
 REPEAT_P90 = 0.05
 # How sure held-out shapes must make it that a part of a correction helps: each of some twenty kernels is asked.
 SURE = 0.99
+# How much gains vary is not known from fewer shapes, where they are not normally distributed; and they are not.
+LEAST_SHAPES = 5
 METHODS = ("none", "machine", "local")
 
 
@@ -107,7 +109,7 @@ def least_needed(errors: Array, shape: npt.NDArray[np.integer]) -> int:
     chosen = 0
     for more in range(1, errors.shape[1]):
         gain = judged[:, chosen] - judged[:, more] if len(judged) else np.zeros(0)
-        if len(gain) > 1 and gain.mean() > stdtrit(len(gain) - 1, SURE) * gain.std(ddof=1) / np.sqrt(len(gain)):
+        if len(gain) >= LEAST_SHAPES and gain.mean() > stdtrit(len(gain) - 1, SURE) * gain.std(ddof=1) / np.sqrt(len(gain)):
             chosen = more
     return chosen
 

@@ -386,7 +386,9 @@ def test_parts_are_taken_where_shapes_make_them_sure():
     assert 0.003 < taken(0.0) < 0.018
     assert taken(0.5) > 0.95
     assert least_needed(np.full((80, 2), np.nan), shape) == 0
-    assert least_needed(np.array([[1.0, 0.1]]), np.zeros(1, dtype=int)) == 0  # one shape is no sample
+    # However alike the gains of four shapes are, they are four.
+    gains = np.array([[1.0 + 0.01 * number, 0.1] for number in range(5)])
+    assert least_needed(gains[:4], np.arange(4)) == 0 and least_needed(gains, np.arange(5)) == 1
 
 
 def test_errors_of_predict_stay(refinement):
