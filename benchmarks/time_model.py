@@ -4,7 +4,7 @@
 
 accuracy: cross-validation by whole shapes over the fitted sweeps of an H200. coverage: whole runs left out, the intervals
 from the errors of other left-out runs alone. unseen: the shipped trees on the sweeps that no fit saw, the zoo's models, `blind`
-and `blind2`. extrapolation: fitted without the largest octave of M, N, K and FLOPs, and without one K, and judged there. peers:
+to `blind3`. extrapolation: fitted without the largest octave of M, N, K and FLOPs, and without one K, and judged there. peers:
 each fitted on the same folds; nvMatmulHeuristics where it is installed (pip install nvidia-matmul-heuristics). Regret is the
 geometric mean of the chosen kernel's measured time over the best one's: per FP8 kernel of the choice between it and bf16. On
 two cores everything takes about half an hour.
@@ -17,6 +17,7 @@ import sys
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,11 +27,13 @@ from peers import PEERS, MatmulHeuristics
 import perfmodel
 from loka_sim.dispatch.baselines import filter_rowwise, filter_tensorwise
 from perfmodel import data_folder, fit
+from perfmodel.hardware import HardwareSpec
 from perfmodel.held_out import FOLDS, accuracy, choice_regret, coverage_by_class, folds_of, held_out, leave_out_runs
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import GEMM_KERNELS, KERNELS
 from perfmodel.learn import Learned, learn_first, measured_range, predict, train
 from perfmodel.model import SIZE_CLASSES_US, columns_of
+from perfmodel.parallel import each
 
 Array = npt.NDArray[np.float64]
 
@@ -38,7 +41,7 @@ SECTIONS = ("accuracy", "coverage", "unseen", "extrapolation", "peers")
 HARDWARE = "h200"
 UNSEEN_K = 1024
 # What the others cost a user beside the GEMM is in benchmarks/choice.py; this is the term that was fitted for nvMatmulHeuristics.
-EXTRAPOLATED = ("torch/bf16", "torch/fp8_tensorwise_fast", "torch/fp8_rowwise_fast")
+EXTRAPOLATED = ("torch/bf16", "torch/fp8_tensorwise_fast", "torch/fp8_rowwise_fast", "torch/fp8_block128", "torch/bf16_batched")
 
 
 class Data:
@@ -130,7 +133,7 @@ def unseen(data: Data) -> None:
     model = perfmodel.load(HARDWARE)
     for sweep, what in (
         ("zoo", "Whole models (sweep zoo)"), ("blind", "Fresh shapes (sweep blind)"),
-        ("blind2", "Fresh shapes, looked at once (sweep blind2)"),
+        ("blind2", "Fresh shapes, looked at once (sweep blind2)"), ("blind3", "Fresh shapes of one process (sweep blind3)"),
     ):  # fmt: skip
         rows = data.everything[(data.everything["sweep"] == sweep) & data.everything["kernel"].isin(data.kernels)]
         rows = rows[rows["kernel"].isin(list(model.manifest["kernels"]))].reset_index(drop=True)
@@ -155,17 +158,27 @@ def regions(rows: pd.DataFrame, timings: pd.DataFrame) -> dict[str, Array]:
 def extrapolation(data: Data) -> None:
     """Fitted without a region, judged in it."""
     print(f"\nFitted without a region, timings and launches alike, and judged in it\n{HEAD}")
+    jobs: list[tuple[Any, ...]] = []
+    labels: list[str] = []
     for name in (name for name in EXTRAPOLATED if name in data.kernels):
         rows = data.rows[data.rows["kernel"] == name].reset_index(drop=True)
         launches = None if data.launches is None else data.launches[data.launches["kernel"] == name]
         quick = {} if launches is None else regions(launches, rows)
         for region, inside in regions(rows, rows).items():
-            first = learn_first(None if launches is None else launches[~quick[region]], data.hardware, [name])
-            known = rows[~inside]
-            learned = train(name, known, data.hardware, first.get(name))
-            predicted = predict(learned, name, rows[inside], data.hardware, measured_range(known))
-            result = accuracy(rows["p50_us"].to_numpy()[inside], predicted)
-            print(line(f"{name.removeprefix('torch/')}, {region}", result, None), flush=True)
+            jobs.append((name, rows, inside, None if launches is None else launches[~quick[region]], data.hardware))
+            labels.append(f"{name.removeprefix('torch/')}, {region}")
+    for label, result in zip(labels, each(extrapolated, jobs), strict=True):
+        print(line(label, result, None), flush=True)
+
+
+def extrapolated(
+    name: str, rows: pd.DataFrame, inside: npt.NDArray[np.bool_], launches: pd.DataFrame | None, hardware: HardwareSpec
+) -> dict[str, float]:
+    """Accuracy on a kernel's rows inside a region, learned from those outside and from launches that lie outside, too."""
+    first, known = learn_first(launches, hardware, [name]), rows[~inside]
+    learned = train(name, known, hardware, first.get(name))
+    predicted = predict(learned, name, rows[inside], hardware, measured_range(known))
+    return accuracy(rows["p50_us"].to_numpy()[inside], predicted)
 
 
 def peers(data: Data) -> None:
