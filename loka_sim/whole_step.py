@@ -167,7 +167,8 @@ def others(kernels: Sequence[Fused], batch: int, model: FusedModel) -> list[Othe
     moved = (rows["read_bytes"] + rows["written_bytes"]).to_numpy()
     ends = times[["time_us", "low_us", "high_us"]].to_numpy()
     if model.in_step is not None:
-        ends = _in_step(model.in_step, [family(kernel.kind, kernel.label) for kernel in kernels], moved, ends)
+        sizes = zip(kernels, rows["kept"].tolist(), rows["unordered_bytes"].tolist(), strict=True)
+        ends = _in_step(model.in_step, [family(kernel.kind, kernel.label, *size) for kernel, *size in sizes], moved, ends)
     return [
         Other(k.phase, k.kind, k.label, int(size), k.count, Time(*(k.count * end).tolist()), bool(known))
         for k, size, end, known in zip(kernels, moved, ends, times["measured"], strict=True)

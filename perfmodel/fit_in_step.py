@@ -28,7 +28,7 @@ from perfmodel.kernels import KERNELS
 
 Array = npt.NDArray[np.float64]
 
-LOG2_BYTES = np.arange(15.0, 30.0, 2.0)
+LOG2_BYTES = np.array([15.0, 17.0, 19.0, 21.0, 23.0, 24.0, 25.0, 26.0, 27.0, 29.0])
 LOG2_US = np.arange(1.0, 10.0)
 # Penalties, a step's time being 1: a curve's distance from the common one, the common one's from 1, and bends of both. These, and
 # how outlying kernels count, are those of eighteen tried that left the least error on kinds of models left out.
@@ -36,7 +36,7 @@ APART, FROM_ONE, BENDS = 0.012, 0.004, 0.04
 OUTLYING = 0.15  # of the logarithm: kernels further off count in proportion less
 ROUNDS = 8
 SHARED_WEIGHT = 0.5  # of steps that ran beside other work on the machine
-LEAST_OFF = 0.03
+LEAST_OFF, MOST_OFF = 0.03, 0.5  # of a family that one kind of model has alone nothing can be said without it
 STEP = ["model", "batch", "variant"]
 
 
@@ -52,8 +52,8 @@ def alone_us(table: pd.DataFrame, hardware: str = "h200") -> Array:
 
 def families_of(table: pd.DataFrame) -> npt.NDArray[np.str_]:
     """Family of each kernel."""
-    rows = zip(*(map(str, table[name]) for name in ("kind", "kernel", "label")), strict=True)
-    return np.array([GEMMS[KERNELS[kernel].is_fp8] if kind == "gemm" else family(kind, label) for kind, kernel, label in rows])
+    rows = table[["kernel", "kind", "label", "kept", "unordered_bytes"]].itertuples(index=False, name=None)
+    return np.array([GEMMS[KERNELS[kernel].is_fp8] if rest[0] == "gemm" else family(*rest) for kernel, *rest in rows])
 
 
 def fit(table: pd.DataFrame, alone: Array) -> dict[str, dict[str, list[float]]]:
@@ -144,7 +144,8 @@ def off_together(table: pd.DataFrame, predicted: Array) -> dict[str, float]:
     result = {}
     for name, models in by_model.groupby("family"):
         quantile = float(t.ppf(0.95, max(len(models) - 1, 1)))
-        result[str(name)] = round(max(LEAST_OFF, quantile * float(models["square"].sum() / models["share"].sum()) ** 0.5), 4)
+        share = quantile * float(models["square"].sum() / models["share"].sum()) ** 0.5
+        result[str(name)] = round(min(max(share, LEAST_OFF), MOST_OFF), 4)
     return result
 
 

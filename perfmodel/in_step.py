@@ -27,19 +27,30 @@ _OF_KIND = {
     "pointwise": "pointwise", "fill": "pointwise", "external": "pointwise", "gather": "gather", "scatter": "scatter",
     "row": "reduction", "column": "reduction", "both": "reduction",
 }  # fmt: skip
-FUSED = ("pointwise", "gather", "scatter", "reduction", "quantize_pointwise", "quantize_reduction")
+FUSED = (
+    "pointwise", "gather", "scatter", "scatter_strided", "scatter_turned", "reduction", "quantize_pointwise",
+    "quantize_reduction",
+)  # fmt: skip
 """Families of fused kernels."""
 GEMMS = ("gemm_bf16", "gemm_fp8")
 
 
-def family(kind: str, label: str) -> str:
+SECTOR_BYTES = 32
+
+
+def family(kind: str, label: str, kept: int, unordered_bytes: int) -> str:
     """Family of a fused kernel; empty for a kind that is unknown.
 
     Args:
         kind: Of it.
         label: Its operators: quantization is known by them.
+        kept: Its elements.
+        unordered_bytes: What it reads across memory: where that is a sector an element, neighbours in memory are read by kernels
+            that follow, and found in the L2; where it is more, the kernel itself reads them.
     """
     found, operators = _OF_KIND.get(kind, ""), set(label.split())
+    if found == "scatter" and unordered_bytes:
+        return "scatter_turned" if unordered_bytes > SECTOR_BYTES * kept else "scatter_strided"
     quantizes = "cast" in operators or {"abs", "amax"} <= operators
     return f"quantize_{found}" if quantizes and found in ("pointwise", "reduction") else found
 

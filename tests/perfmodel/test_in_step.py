@@ -22,7 +22,8 @@ def kernels(count: int, seed: int = 0) -> pd.DataFrame:
         {
             "model": source.choice(["dlrm-small", "wukong-small", "x:dcnv2_3"], count), "batch": 512, "variant": "bf16",
             "kind": np.where(gemm, "gemm", "pointwise"), "kernel": np.where(gemm, "torch/bf16", None), "label": "add",
-            "read_bytes": moved / 2, "written_bytes": moved / 2, "launches": 1, "shared": False, "step_us": 1.0,
+            "read_bytes": moved / 2, "written_bytes": moved / 2, "kept": 1, "unordered_bytes": 0,
+            "launches": 1, "shared": False, "step_us": 1.0,
             "graph_us": 2.0, "step_launches": 4,
         }
     )  # fmt: skip
@@ -76,11 +77,13 @@ def test_the_gap_is_what_a_graph_takes_longer_than_its_kernels():
 
 
 def test_families_tell_quantization_from_the_rest():
-    assert in_step.family("pointwise", "add cast mul") == "quantize_pointwise"
-    assert in_step.family("row", "abs amax relu") == "quantize_reduction"
-    assert in_step.family("row", "amax exp sub sum") == "reduction"  # a softmax
-    assert in_step.family("external", "index_add") == "pointwise"
-    assert in_step.family("unheard of", "add") == ""
+    assert in_step.family("pointwise", "add cast mul", 64, 0) == "quantize_pointwise"
+    assert in_step.family("row", "abs amax relu", 64, 0) == "quantize_reduction"
+    assert in_step.family("row", "amax exp sub sum", 64, 0) == "reduction"  # a softmax
+    assert in_step.family("external", "index_add", 64, 0) == "pointwise"
+    assert in_step.family("unheard of", "add", 64, 0) == ""
+    spread = [in_step.family("scatter", "add", 64, size) for size in (0, 32 * 64, 64 * 64)]
+    assert spread == ["scatter", "scatter_strided", "scatter_turned"]
 
 
 def test_small_kernels_find_what_they_read_in_the_cache():
