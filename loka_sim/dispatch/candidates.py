@@ -57,6 +57,14 @@ class SiteShape:
     passes: tuple[tuple[str, int, int, int, int], ...]
     stored_transposed: frozenset[str] = frozenset()
 
+    def __hash__(self) -> int:
+        """Found once: shapes are looked up again and again."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.passes, self.stored_transposed))
+
     @classmethod
     def of(cls, site: Site, batch: int) -> SiteShape:
         """A site of a model at a batch per GPU, in samples."""

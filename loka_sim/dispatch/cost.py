@@ -28,7 +28,8 @@ def frame(rows: Iterable[Row]) -> pandas.DataFrame:
     """Rows as the time model takes them: columns kernel, m, n, k, groups."""
     import pandas
 
-    return pandas.DataFrame(list(rows), columns=list(Row._fields))
+    columns = zip(*rows, strict=True)
+    return pandas.DataFrame({name: list(column) for name, column in zip(Row._fields, columns, strict=False)}, columns=Row._fields)
 
 
 @dataclass(frozen=True)

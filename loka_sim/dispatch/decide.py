@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from loka_sim.dispatch.candidates import Row, SiteShape, illegal, launches, operand_makers, shared_tensors
@@ -128,18 +129,26 @@ class Decider:
 
     def best(self, shape: SiteShape, accuracies: Accuracies, accurate_only: bool = True) -> Place:
         """The fastest admissible assignment of a site."""
-        costs = self.costs(shape)
+        return self._best(self.costs(shape), self._inaccurate(accuracies) if accurate_only else frozenset())
+
+    @staticmethod
+    def _best(costs: SiteCosts, without: frozenset[tuple[str, str]]) -> Place:
+        """The fastest admissible assignment of a site that runs none of these (pass, kernel)."""
+        if not without:
+            return costs.best()
         return costs.best([
-            [not accurate_only or self._is_accurate(accuracies, name, kernel) for kernel in kernels]
-            for name, kernels in zip(shape.names, costs.options, strict=True)
+            [(name, kernel) not in without for kernel in kernels]
+            for name, kernels in zip(costs.shape.names, costs.options, strict=True)
         ])  # fmt: skip
+
+    def _inaccurate(self, accuracies: Accuracies) -> frozenset[tuple[str, str]]:
+        """FP8 kernels of passes that are not safe."""
+        most = self.policy.max_mere
+        return frozenset(entry for entry, accuracy in accuracies.items() if not accuracy.mere < most)
 
     def assignment(self, shape: SiteShape, accuracies: Accuracies) -> dict[str, str]:
         """The kernels of the fastest admissible assignment of a site."""
         return self.costs(shape).kernels(self.best(shape, accuracies))
-
-    def _is_accurate(self, accuracies: Accuracies, name: str, kernel: str) -> bool:
-        return not KERNELS[kernel].is_fp8 or accuracies[name, kernel].mere < self.policy.max_mere
 
     def decide(self, shape: SiteShape, accuracies: Accuracies) -> dict[str, PassDecision]:
         """Decide what each pass of a site runs.
@@ -152,10 +161,10 @@ class Decider:
             The decision per pass, in the order they run.
         """
         costs = self.costs(shape)
-        place = self.best(shape, accuracies)
+        unsafe = self._inaccurate(accuracies)
+        place = self._best(costs, unsafe)
         decided, stays = costs.kernels(place), shape.bf16()
-        wrong = any(not self._is_accurate(accuracies, *entry) for entry in accuracies)
-        reckless = costs.kernels(self.best(shape, accuracies, accurate_only=False)) if wrong else decided
+        reckless = costs.kernels(costs.best()) if unsafe else decided
         launched, makers = launches(shape, decided, self.toolbox), operand_makers(shape, decided, self.toolbox)
         added = costs.added(place)
         result = {}
@@ -166,12 +175,12 @@ class Decider:
                 status = FAST
             elif len(costs.options[axis]) == 1:
                 status = ILLEGAL
-            elif not self._is_accurate(accuracies, name, reckless[name]):
+            elif (name, reckless[name]) in unsafe:
                 status = UNSAFE
             else:
                 status = NOT_WORTH_IT
             others = [c for c in candidates if c.total is not None and c.kernel != kernel]
-            safe = [c for c in others if self._is_accurate(accuracies, name, c.kernel)]
+            safe = [c for c in others if (name, c.kernel) not in unsafe] if unsafe else others
             runner_up = min(safe, key=lambda c: (c.total, c.kernel), default=None)
             explained = _Explained(costs, place, axis, status, candidates, runner_up)
             shared = shared_tensors(shape, decided, name, self.toolbox) if status == FAST else ()
@@ -188,14 +197,17 @@ class Decider:
         name = shape.names[axis]
         priced = dict(zip(options, zip(costs.gemm_us(axis), added, strict=True), strict=True))
         stays = shape.bf16()[name]
-        kind = KERNELS[stays].kind
         return tuple(
             Candidate(kernel, None, *priced[kernel], accuracies.get((name, kernel)))
             if kernel in priced
             else Candidate(kernel, illegal(shape, name, kernel, self.toolbox))
-            for kernel in (stays, *self.toolbox.gemms)
-            if KERNELS[kernel].kind == kind
+            for kernel in (stays, *self._of_kind[KERNELS[stays].kind])
         )
+
+    @cached_property
+    def _of_kind(self) -> dict[str, list[str]]:
+        """The toolbox's GEMMs, batched ones apart."""
+        return {kind: [name for name in self.toolbox.gemms if KERNELS[name].kind == kind] for kind in ("gemm", "batched_gemm")}
 
 
 def decide_site(

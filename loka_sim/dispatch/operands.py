@@ -54,10 +54,18 @@ def least(size: int) -> int:
     return (size - 1) % MULTIPLE + 1
 
 
+_Named = tuple[tuple[str, tuple[bool, ...]], ...]
+"""A way by its kernels' names."""
+
+
+def _launches(way: _Named, height: int, width: int) -> Way:
+    return tuple(Launch(Row(name, height, 1, width), made) for name, made in way)
+
+
 @cache
 def _ways(
     takes: str, readings: frozenset[bool], height: int, width: int, quantizers: tuple[str, ...], capability: tuple[int, int]
-) -> tuple[tuple[tuple[str, tuple[bool, ...]], ...], ...]:
+) -> tuple[_Named, ...]:
     """Kernels and the readings that each makes, for every way that the hardware and the sizes allow."""
 
     def makers(*made: bool) -> list[tuple[str, tuple[bool, ...]]]:
@@ -70,15 +78,6 @@ def _ways(
     # Square blocks of scales turn with the tensor: the second reading is a transposition of 8-bit values.
     turned = [(TRANSPOSE, (True,))] if takes in SQUARE else makers(True)
     return (*((first, second) for first in makers(False) for second in turned), *((maker,) for maker in makers(False, True)))
-
-
-@cache
-def _launched(
-    takes: str, readings: frozenset[bool], height: int, width: int, quantizers: tuple[str, ...], capability: tuple[int, int]
-) -> tuple[Way, ...]:
-    """The launches of `_ways`."""
-    found = _ways(takes, readings, least(height), least(width), quantizers, capability)
-    return tuple(tuple(Launch(Row(name, height, 1, width), made) for name, made in way) for way in found)
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,13 @@ class Toolbox:
             height: Rows of the tensor as it is stored.
             width: Its columns.
         """
-        return _launched(takes, readings, height, width, self.quantizers, self.capability)
+        return tuple(_launches(way, height, width) for way in self._named(takes, readings, height, width))
+
+    def _named(self, takes: str, readings: frozenset[bool], height: int, width: int) -> tuple[_Named, ...]:
+        key = takes, readings, least(height), least(width)
+        if key not in self._ways:
+            self._ways[key] = _ways(*key, self.quantizers, self.capability)
+        return self._ways[key]
 
     def fastest(self, takes: str, readings: frozenset[bool], height: int, width: int) -> Way:
         """The fastest legal way to make a tensor's readings; the first by name where times tie.
@@ -132,19 +137,25 @@ class Toolbox:
         """
         key = takes, readings, height, width
         if key not in self._fastest:
-            found = self.ways(*key)
+            found = self._named(*key)
             if not found:
                 raise LookupError(f"no quantizer makes {takes} of ({height}, {width})")
-            self._fastest[key] = found[0] if len(found) == 1 or self.us is None else min(found, key=self._cost)
+            chosen = found[0] if len(found) == 1 or self.us is None else min(found, key=self._cost(found, height, width))
+            self._fastest[key] = _launches(chosen, height, width)
         return self._fastest[key]
+
+    @cached_property
+    def _ways(self) -> dict[tuple[str, frozenset[bool], int, int], tuple[_Named, ...]]:
+        return {}
 
     @cached_property
     def _fastest(self) -> dict[tuple[str, frozenset[bool], int, int], Way]:
         return {}
 
-    def _cost(self, way: Way) -> tuple[float, Way]:
+    def _cost(self, ways: Sequence[_Named], height: int, width: int) -> Callable[[_Named], tuple[float, _Named]]:
         assert self.us is not None
-        return sum([self.us(launch.row) for launch in way]), way
+        us = {name: self.us(Row(name, height, 1, width)) for name in {name for way in ways for name, _ in way}}
+        return lambda way: (sum([us[name] for name, _ in way]), way)
 
 
 TORCH = Toolbox.of(("torch",))

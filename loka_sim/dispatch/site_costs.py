@@ -108,6 +108,16 @@ def _tensor(name: str, options: Options, reads: tuple[tuple[Use, Use], ...]) -> 
     return _Tensor(name, axes, taken, needs, made)
 
 
+@cache
+def _structure(shape: SiteShape, toolbox: Toolbox) -> tuple[Options, Place, tuple[_Tensor, ...]]:
+    """Of sites that may run the same kernels: what each pass may run, where in it bf16 stands, and what is quantized."""
+    stays = shape.bf16()
+    # By name: of equal totals the first place is the one of the least names.
+    options = tuple(tuple(sorted((stays[name], *legal_fp8(shape, name, toolbox)))) for name in shape.names)
+    bf16 = tuple(names.index(stays[name]) for names, name in zip(options, shape.names, strict=True))
+    return options, bf16, _tensors(options, tuple(shape.reads(name) for name in shape.names))
+
+
 @lru_cache(maxsize=4096)
 def _layout(
     tensors: tuple[_Tensor, ...],
@@ -132,15 +142,14 @@ def _layout(
 
 
 @cache
-def _conversions(options: Options, bf16: Place) -> tuple[list[npt.NDArray[np.bool_]], Places]:
-    """Which assignments convert each pass, laid along its axis of all assignments; and how many passes each converts."""
-    masks = []
-    for axis, (names, home) in enumerate(zip(options, bf16, strict=True)):
-        along = [1] * len(options)
-        along[axis] = len(names)
-        masks.append((np.arange(len(names)) != home).reshape(along))
-    number: Places = sum(mask.astype(np.int64) for mask in masks)  # type: ignore[assignment]
-    return masks, number
+def _each_kernel(sizes: tuple[int, ...]) -> tuple[Places, Places]:
+    """Assignments of each kernel of each pass, and without any in that pass; -1 where a pass runs what it runs."""
+    each, none = (np.full((sum(sizes), len(sizes)), -1) for _ in range(2))
+    start = 0
+    for axis, size in enumerate(sizes):
+        each[start : start + size, axis], none[start : start + size, axis] = np.arange(size), size
+        start += size
+    return each, none
 
 
 class SiteCosts:
@@ -163,10 +172,7 @@ class SiteCosts:
             min_speedup: Least speedup of the passes that an assignment converts, together and each.
         """
         self.shape, self.min_speedup = shape, min_speedup
-        stays = shape.bf16()
-        # By name: of equal totals the first place is the one of the least names.
-        self.options: Options = tuple(tuple(sorted((stays[name], *legal_fp8(shape, name, toolbox)))) for name in shape.names)
-        self.bf16: Place = tuple(names.index(stays[name]) for names, name in zip(self.options, shape.names, strict=True))
+        self.options, self.bf16, self._tensors = _structure(shape.least, toolbox.unpriced)
         index: dict[Row, int] = {}
 
         def number(row: Row) -> int:
@@ -176,7 +182,6 @@ class SiteCosts:
             tuple(number(Row(kernel, *shape.gemm(name))) for kernel in names)
             for names, name in zip(self.options, shape.names, strict=True)
         )
-        self._tensors = _tensors(self.options, tuple(shape.reads(name) for name in shape.names))
         ways = tuple(
             tuple(
                 tuple(number(launch.row) for launch in toolbox.fastest(takes, readings, *shape.tensor(tensor.name)))
@@ -188,6 +193,7 @@ class SiteCosts:
         self._gemms, self._made = layout.gemms, layout.made
         columns = np.array([times.of[row] for row in index])
         self._us, self._below, self._above = columns[:, 0], columns[:, 0] - columns[:, 1], columns[:, 2] - columns[:, 0]
+        self._bf16_us = [float(counts[home] @ self._us) for counts, home in zip(self._gemms, self.bf16, strict=True)]
         self.totals = self._totals()
         self._order = self._gaining()
         # Whether their gains are sure: -1 where nobody asked yet.
@@ -230,24 +236,23 @@ class SiteCosts:
         """The kernel of each pass."""
         return {name: self.options[axis][place[axis]] for axis, name in enumerate(self.shape.names)}
 
-    def _bf16_us(self, axis: int) -> float:
-        return float(self._gemms[axis][self.bf16[axis]] @ self._us)
-
     def _gaining(self) -> Places:
         """Assignments faster than bf16 that gain enough as a whole and by each pass, the fastest first, (assignments, passes)."""
-        converted, number = _conversions(self.options, self.bf16)
-        bf16_us = [self._bf16_us(axis) for axis in range(len(self.options))]
-        saved = np.zeros(self.totals.shape)
-        for one, mask in zip(bf16_us, converted, strict=True):
-            saved += one * mask
+        totals = self.totals.ravel()
         bf16 = self.totals[self.bf16]
-        gain = (self.totals < bf16) & (saved >= self.min_speedup * (self.totals - bf16 + saved)) & (number > 0)
-        for axis, (one, mask) in enumerate(zip(bf16_us, converted, strict=True)):
-            back = self.totals.take([self.bf16[axis]], axis=axis)
-            gain &= ~mask | (number == 1) | (one >= self.min_speedup * (self.totals - back + one))
-        flat = np.flatnonzero(gain)
-        ordered = flat[np.argsort(self.totals.ravel()[flat], kind="stable")]
-        return np.stack(np.unravel_index(ordered, self.totals.shape), axis=1).astype(np.int64)
+        flat = np.flatnonzero(totals < bf16)
+        places = np.stack(np.unravel_index(flat, self.totals.shape), axis=1).astype(np.int64)
+        if not len(flat):
+            return places
+        took, converted = totals[flat], places != np.array(self.bf16)
+        saved, several = converted @ np.array(self._bf16_us), converted.sum(axis=1) > 1
+        gain = saved >= self.min_speedup * (took - bf16 + saved)
+        for axis, one in enumerate(self._bf16_us):
+            back = places.copy()
+            back[:, axis] = self.bf16[axis]
+            needed = took - self.totals[tuple(back.T)] + one
+            gain &= ~(several & converted[:, axis]) | (one >= self.min_speedup * needed)
+        return places[gain][np.argsort(took[gain], kind="stable")]
 
     def _tests(self, places: Places) -> list[tuple[Places, npt.NDArray[np.bool_]]]:
         """What assignments must surely beat, and which of them must: bf16, and each converted pass taken back."""
@@ -270,10 +275,12 @@ class SiteCosts:
                 sure[some] = self.difference(places[some], without[some])[2] < 0
         return sure
 
-    def best(self, allowed: Sequence[Sequence[bool]]) -> Place:
+    def best(self, allowed: Sequence[Sequence[bool]] | None = None) -> Place:
         """The fastest assignment that gains enough and surely, of those whose kernels are all allowed; bf16 if there is none."""
         order = self._order
-        keep = np.flatnonzero(np.all([np.asarray(some)[order[:, axis]] for axis, some in enumerate(allowed)], axis=0))
+        keep = np.arange(len(order))
+        if allowed is not None:
+            keep = np.flatnonzero(np.all([np.asarray(some)[order[:, axis]] for axis, some in enumerate(allowed)], axis=0))
         start = 0
         for size in (*_CHUNKS, len(keep)):
             some = keep[start : start + size]
@@ -288,12 +295,12 @@ class SiteCosts:
 
     def shortfall(self, place: Place) -> str | None:
         """Why an assignment is not admissible, in words; None when it is."""
-        places = np.array([place])
-        for number, (without, needed) in enumerate(self._tests(places)):
-            if not needed[0] or place == self.bf16:
-                continue
-            back = tuple(without[0].tolist())
-            saved = sum(self._bf16_us(axis) for axis in range(len(place)) if place[axis] != back[axis])
+        converted = [axis for axis, (here, home) in enumerate(zip(place, self.bf16, strict=True)) if here != home]
+        tests = [(0, self.bf16)] if converted else []
+        if len(converted) > 1:
+            tests += [(axis + 1, (*place[:axis], self.bf16[axis], *place[axis + 1 :])) for axis in converted]
+        for number, back in tests:
+            saved = sum(self._bf16_us[axis] for axis in range(len(place)) if place[axis] != back[axis])
             spent = float(self.totals[place] - self.totals[back]) + saved
             speedup = saved / spent if spent > 0 else float("inf")
             label = f"{self.shape.names[number - 1]}: " if number else ""
@@ -301,19 +308,15 @@ class SiteCosts:
                 return f"{label}{speedup:.2f}x, slower than bf16 with its quantization"
             if speedup < self.min_speedup:
                 return f"{label}{speedup:.2f}x with its quantization is below the least speedup {self.min_speedup:g}"
-            if not self.difference(places, without)[2][0] < 0:
+            if not self.difference(np.array([place]), np.array([back]))[2][0] < 0:
                 return f"{label}{speedup:.2f}x with its quantization, but the gain does not survive the prediction interval"
         return None
 
     def added(self, place: Place) -> list[list[Time]]:
         """What each kernel of each pass adds to the site, the other passes as they are: its GEMM and the quantization for it."""
-        sizes = [len(names) for names in self.options]
-        places = np.tile(np.array(place), (sum(sizes), 1))
-        without = places.copy()
-        start = 0
-        for axis, size in enumerate(sizes):
-            places[start : start + size, axis], without[start : start + size, axis] = np.arange(size), size
-            start += size
+        sizes = tuple(len(names) for names in self.options)
+        each, none = _each_kernel(sizes)
+        places, without = (np.where(some < 0, np.array(place), some) for some in (each, none))
         columns: Any = zip(*(column.tolist() for column in self.difference(places, without)), strict=True)
         times = iter([Time(*entry) for entry in columns])
         return [[next(times) for _ in range(size)] for size in sizes]
