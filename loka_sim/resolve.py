@@ -36,7 +36,7 @@ def resolve_model(text: str) -> ModelSpec:
     names = zoo_names()
     for name in (text, f"{text}-production"):
         if name in names:
-            return modelspec.load(names[name])
+            return modelspec.load(names[name], shipped=True)
     path = Path(text)
     if path.suffix == ".py":
         module = path.stem if path.is_absolute() else ".".join(path.with_suffix("").parts)

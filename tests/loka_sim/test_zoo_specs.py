@@ -24,6 +24,11 @@ def test_every_zoo_model_has_a_shipped_spec_and_nothing_else_has():
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_shipped_specs_keep_to_the_schema(name):
+    assert modelspec.load(zoo_names()[name]) == resolve_model(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_shipped_specs_are_fresh_captures(name):
     assert resolve_model(name) == capture_zoo_model(name), MEND
 
