@@ -15,7 +15,7 @@ import torch
 import triton
 
 from numerics import gpu_kernels as kernels
-from numerics import gpu_meeting, gpu_pairs
+from numerics import gpu_meeting, gpu_pairs, gpu_words
 from numerics.gpu_columns import column_kernel, line_amax_kernel, line_scale_kernel
 from numerics.recipe import Recipe
 
@@ -120,9 +120,14 @@ def _launch(x: torch.Tensor, recipe: Recipe, amax: Any, scales: Any, codes: Any,
         return
     constants = constants_of(recipe, amax is not None, converts(x.device))
     outputs = scales, codes, values, flag
+    # Codes by their own amax, of which two can be written as one.
+    pairs = codes is not None and values is None and amax is None and amax_out is None and codes.storage_offset() % 2 == 0
+    if pairs and gpu_words.supports(x, recipe):
+        gpu_words.quantize(x, recipe, codes, scales, flag, constants)
+        return
     if recipe.scaling in ("none", "tensorwise"):
-        alone = recipe.scaling == "tensorwise" and codes is not None and values is None and amax is None and amax_out is None
-        if alone and gpu_pairs.takes(x.view(-1), recipe) and gpu_meeting.quantize(x, codes, scales, flag, constants):
+        pairs = pairs and recipe.scaling == "tensorwise" and gpu_pairs.takes(x.view(-1), recipe)
+        if pairs and gpu_meeting.quantize(x, codes, scales, flag, constants):
             return
         partials = 0
         block, programs = flat_grid(size)

@@ -159,15 +159,19 @@ def store_tile(
 @triton.jit
 def tiles_kernel(
     x, codes, turned, scales, turned_scales, flag, place, quarter, words, across, tiles,
-    MORE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PROGRAMS: tl.constexpr, C: tl.constexpr,
+    HELD: tl.constexpr, MORE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PROGRAMS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """One scale; the codes turned, and as they lie where `codes` is given. A program holds its first tile."""
+    """One scale; the codes turned, and as they lie where `codes` is given. A program holds its first tile, or two (HELD)."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     count = next_count(place)
     h0, h1, h2, h3 = tile_words(x, program, across, quarter, words, "evict_first", ROWS, WIDTH)
     largest = raised_by_four(tl.zeros((ROWS // 4, WIDTH), tl.int32), h0, h1, h2, h3)
+    if HELD > 1:
+        # Of a tile that is beyond the last one, all rows are: zeros.
+        g0, g1, g2, g3 = tile_words(x, program + programs, across, quarter, words, "evict_first", ROWS, WIDTH)
+        largest = raised_by_four(largest, g0, g1, g2, g3)
     if MORE:
-        for tile in range(program + programs, tiles, programs):
+        for tile in range(program + HELD * programs, tiles, programs):
             w0, w1, w2, w3 = tile_words(x, tile, across, quarter, words, "", ROWS, WIDTH)
             largest = raised_by_four(largest, w0, w1, w2, w3)
     bits = met(place, count, tl.max(tl.max(largest, 1), 0) & _HIGH_MAGNITUDE, PROGRAMS)
@@ -178,9 +182,11 @@ def tiles_kernel(
         if codes is not None:
             tl.store(scales, scale)
     store_tile(codes, turned, program, across, quarter, words, h0, h1, h2, h3, inverse, rest, ROWS, WIDTH, C)
+    if HELD > 1:
+        store_tile(codes, turned, program + programs, across, quarter, words, g0, g1, g2, g3, inverse, rest, ROWS, WIDTH, C)
     if MORE:
         turns = tl.cdiv(tiles - program, programs)
-        for back in range(1, turns):
+        for back in range(1, turns - HELD + 1):
             tile = program + (turns - back) * programs
             w0, w1, w2, w3 = tile_words(x, tile, across, quarter, words, "evict_first", ROWS, WIDTH)
             store_tile(codes, turned, tile, across, quarter, words, w0, w1, w2, w3, inverse, rest, ROWS, WIDTH, C)
@@ -225,10 +231,12 @@ def quantize_turned(
     across = triton.cdiv(words, width)
     tiles = across * triton.cdiv(x.shape[0], height)
     programs = min(tiles, resident(x.device, each))
+    # The turned codes alone gain nothing by a second one.
+    held = 1 if codes is None else min(2, triton.cdiv(tiles, programs))
     tiles_kernel[(programs,)](
         x.view(torch.int32), None if codes is None else codes.view(torch.int16), turned.view(torch.int32), scales,
         turned_scales, flag, place, quarter, words, across, tiles,
-        MORE=tiles > programs, ROWS=height, WIDTH=width, PROGRAMS=triton.next_power_of_2(programs), C=constants,
+        HELD=held, MORE=tiles > held * programs, ROWS=height, WIDTH=width, PROGRAMS=triton.next_power_of_2(programs), C=constants,
         **options(x, warps, registers),
     )  # fmt: skip
     return True

@@ -47,6 +47,23 @@ def test_quantizers_are_numerics(scaling):
         assert_is(turned, x.t(), scaling)
 
 
+@pytest.mark.parametrize("shape", [(40000, 6), (5, 2050), (700, 4100), (513, 8192), (3, 16384), (5, 16386), (2, 40000)])
+def test_rows_of_any_length(shape):
+    x = torch.randn(shape, device="cuda").mul(torch.randn(shape[0], 1, device="cuda").exp()).bfloat16()
+    x[1] = 0
+    assert_is(quantize(x, "rowwise"), x, "rowwise")
+
+
+@pytest.mark.parametrize("shape", [(4100, 2050), (4096, 2048), (8192, 4104)])
+def test_tensors_of_more_tiles_than_programs(shape):
+    """Of which a program holds two, and reads others again."""
+    x = torch.randn(shape, device="cuda").bfloat16()
+    row_major, turned = quantize_dual(x, "tensorwise")
+    assert_is(row_major, x, "tensorwise")
+    assert_is(turned, x.t(), "tensorwise")
+    assert_is(quantize_transposed(x, "tensorwise"), x.t(), "tensorwise")
+
+
 def test_delayed_returns_the_new_amax():
     for shape in ((1, 1), (4096, 2048), (333, 17)):
         x = torch.randn(shape, device="cuda").bfloat16()

@@ -304,6 +304,28 @@ def test_both_layouts_of_bfloat16_two_at_a_time(fmt, scaling):
 
 @interpreted
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("scaling", ["rowwise", "block1x128", "block128x128"])
+def test_bfloat16_as_it_lies_two_at_a_time(fmt, scaling):
+    """Codes that begin at an odd place cannot be written by twos: another kernel writes the same."""
+    from numerics import gpu, gpu_words
+
+    x, recipe = draw((384, 512), torch.bfloat16, 18, 3.0), Recipe.parse(f"{fmt}/{scaling}")
+    x[5] = 0
+    parts = [x[:256, 128:384], x[:128]] if "block" in scaling else [x[:1, :2], x[:37, :70], x[:100, 6:300], x[::3]]
+    for part, offset in itertools.product(parts, (0, 1)):
+        wanted = in_torch(quantize, part.contiguous(), recipe)
+        codes = torch.full((part.numel() + offset,), 77, dtype=torch.uint8)[offset:].view(part.shape)
+        scales = torch.full_like(wanted.scales, 77)
+        with mock.patch.object(gpu_words, "quantize", wraps=gpu_words.quantize) as used:
+            assert gpu.quantize_into(part, recipe, None, scales, codes)
+        assert used.call_count == 1 - offset
+        assert torch.equal(codes, wanted.codes) and torch.equal(scales, wanted.scales)
+    x[127, 127] = torch.nan
+    assert not gpu.quantize_into(x[:128, :128], recipe, None, None, torch.empty((128, 128), dtype=torch.uint8))
+
+
+@interpreted
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("exponent", [-117, 0, 119])
 def test_quotients_of_bfloat16_of_every_significand(fmt, exponent):
     """Under each of the 128 amaxes of a binade, every value of the binades below it that does not vanish."""
@@ -347,3 +369,6 @@ def test_a_tensor_quantized_in_one_launch(shape):
         assert gpu.quantize_into(x, recipe, None, scales, codes)
     assert used.call_count == 1
     assert torch.equal(codes, wanted.codes) and torch.equal(scales, wanted.scales)
+    odd = torch.full((codes.numel() + 1,), 77, dtype=torch.uint8)[1:].view(codes.shape)
+    assert gpu.quantize_into(x, recipe, None, scales, odd)
+    assert torch.equal(odd, wanted.codes)
