@@ -1,0 +1,87 @@
+"""Kernels of a profile find the predicted ones: `benchmarks/step_kernels.py` on profiles made up."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from loka_sim.dispatch.candidates import Row
+from loka_sim.modelspec import Dim, Fused
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    path = Path(__file__).parents[1] / "benchmarks" / "step_kernels.py"
+    spec = importlib.util.spec_from_file_location("step_kernels", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def triton(name, sizes, read, written, us, launches=1.0, operators=("aten.add.Tensor",)):
+    return {
+        "kernel": f"triton_{name}", "kind": "triton_poi", "sizes": sizes, "read_bytes": read, "written_bytes": written,
+        "operators": dict.fromkeys(operators, 1), "median_us": us, "launches": launches,
+    }  # fmt: skip
+
+
+def fused(kind, kept, reduced, read, written, label="add", count=1):
+    return Fused("backward", kind, label, Dim(kept), Dim(reduced), Dim(read), Dim(written), Dim(0), count=count)
+
+
+def test_fused_kernels_are_paired_by_their_elements_and_bytes(benchmark):
+    kernels = [
+        triton("poi_a", {"x": 4096}, 8192, 8192, 3.0, 2.0),
+        triton("poi_b", {"x": 4096}, 40_960, 8192, 5.0),
+        triton("poi_slow", {"x": 4096}, 8192, 8192, 9.0, operators=("aten.cos.default",)),
+        triton("red_sum", {"x": 64, "r0_": 64}, 8192, 256, 2.0),
+        triton("poi_other", {"x": 100_000}, 200_000, 200_000, 7.0),
+    ]
+    predicted = [
+        fused("pointwise", 4096, 1, 8000, 8192, count=2),
+        fused("pointwise", 4096, 1, 41_000, 8192),
+        fused("pointwise", 4096, 1, 8192, 8192, "cos"),
+        fused("row", 64, 64, 8192, 256, "sum"),
+    ]
+    found = benchmark.paired_fused(benchmark.measured_kernels({"kernels": kernels}), predicted, 1)
+    pairs = {(row["us"], row["read_bytes"], row["launches"]) for row in found}
+    assert pairs == {(3.0, 8000, 2.0), (5.0, 41_000, 1.0), (9.0, 8192, 1.0), (2.0, 8192, 1.0)}
+
+
+def test_the_second_stage_of_a_sum_goes_with_the_first(benchmark):
+    kernels = [
+        triton("red_sum", {"x": 2048, "r0_": 128}, 524_288, 8192, 4.0, operators=("aten.sum.dim_IntList",)),
+        triton("per_sum", {"x": 128, "r0_": 16}, 8192, 256, 1.5, operators=("aten.sum.dim_IntList",)),
+    ]
+    found = benchmark.paired_fused(
+        benchmark.measured_kernels({"kernels": kernels}), [fused("column", 128, 2048, 524_288, 256, "sum")], 1
+    )
+    assert [(row["kind"], row["us"]) for row in found] == [("column", 5.5)]
+
+
+def profile(*launches):
+    names = [name for name, _ in launches]
+    return {
+        "kernels": [{"kernel": name, "kind": "gemm"} for name in names],
+        "launches": [[index, us] for index, (_, us) in enumerate(launches)],
+    }
+
+
+ROWS = [Row("torch/bf16", m, m, m) for m in (256, 512, 1024)]
+
+
+def test_gemms_in_order_are_paired_in_order_with_what_adds_up_their_parts(benchmark):
+    ran = profile(("nvjet_a", 1.1), ("nvjet_b", 4.2), ("splitKreduce_kernel", 0.8), ("nvjet_c", 9.0))
+    found = benchmark.paired_gemms(ran, ROWS, [1.0, 5.0, 9.5])
+    assert [(row["m"], row["us"]) for row in found] == [(256, 1.1), (512, 5.0), (1024, 9.0)]
+
+
+def test_gemms_in_another_order_are_paired_by_their_rank(benchmark):
+    ran = profile(("nvjet_c", 9.0), ("nvjet_a", 1.1), ("nvjet_b", 5.2))
+    found = benchmark.paired_gemms(ran, ROWS, [1.0, 5.0, 9.5])
+    assert {(row["m"], row["us"]) for row in found} == {(256, 1.1), (512, 5.2), (1024, 9.0)}
+
+
+def test_gemms_of_another_number_are_left_out(benchmark):
+    assert benchmark.paired_gemms(profile(("nvjet_a", 1.0), ("nvjet_sm90_qqtst", 2.0)), ROWS, [1.0, 5.0, 9.5]) == []
