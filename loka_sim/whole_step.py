@@ -158,20 +158,18 @@ def others(kernels: Sequence[Fused], batch: int, model: FusedModel) -> list[Othe
         batch: Samples per GPU.
         model: Times of memory-bound kernels.
     """
-    import pandas
-
     if not kernels:
         return []
-    rows = pandas.DataFrame([described(kernel, batch) for kernel in kernels])
-    times = model.predict(rows)
-    moved = (rows["read_bytes"] + rows["written_bytes"]).to_numpy()
-    ends = times[["time_us", "low_us", "high_us"]].to_numpy()
+    described_all = [described(kernel, batch) for kernel in kernels]
+    rows = {name: [each[name] for each in described_all] for name in described_all[0]}
+    ends, measured = model.times(rows)
+    moved = np.array(rows["read_bytes"]) + np.array(rows["written_bytes"])
     if model.in_step is not None:
-        sizes = zip(kernels, rows["kept"].tolist(), rows["unordered_bytes"].tolist(), strict=True)
+        sizes = zip(kernels, rows["kept"], rows["unordered_bytes"], strict=True)
         ends = _in_step(model.in_step, [family(kernel.kind, kernel.label, *size) for kernel, *size in sizes], moved, ends)
     return [
         Other(k.phase, k.kind, k.label, int(size), k.count, Time(*(k.count * end).tolist()), bool(known))
-        for k, size, end, known in zip(kernels, moved, ends, times["measured"], strict=True)
+        for k, size, end, known in zip(kernels, moved, ends, measured, strict=True)
     ]
 
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
 from perfmodel import hardware as hardware_module
 from perfmodel import in_step
@@ -25,7 +24,12 @@ from perfmodel.hardware import HardwareSpec
 from perfmodel.in_step import InStep
 from perfmodel.trees import Trees
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 Array = npt.NDArray[np.float64]
+Rows: TypeAlias = "pd.DataFrame | Mapping[str, Any]"
+"""Columns by name: of a DataFrame, or without pandas."""
 
 SCHEMA_VERSION = 1
 KINDS = ("pointwise", "gather", "row", "column", "both", "scatter", "fill")
@@ -50,28 +54,36 @@ def instructions_of(operators: Iterable[str]) -> int:
     return sum(INSTRUCTIONS.get(operator, 1) for operator in set(operators))
 
 
-def baseline_us(rows: pd.DataFrame, hardware: HardwareSpec) -> Array:
+def baseline_us(rows: Rows, hardware: HardwareSpec) -> Array:
     """A launch, and the longer of every byte once at the bandwidth of a copy and of the instructions, in microseconds."""
-    moved = (rows["read_bytes"] + rows["written_bytes"]).to_numpy(dtype=np.float64)
+    moved = (np.asarray(rows["read_bytes"]) + np.asarray(rows["written_bytes"])).astype(np.float64)
     # Tiles of two dimensions hide the order of memory from pointwise kernels; a reduction reads it again and again.
-    again = rows["kind"].isin(("row", "both", "column")).to_numpy() * rows["unordered_bytes"].to_numpy(dtype=np.float64)
+    again = np.isin(_kinds(rows), ("row", "both", "column")) * _numbers(rows, "unordered_bytes")
     moved = (moved + AGAIN * again) / (hardware.copy_bandwidth_tbs * 1e6)
     return np.maximum(moved, _computing_us(rows, hardware)) + LAUNCH_US
 
 
-def _computing_us(rows: pd.DataFrame, hardware: HardwareSpec) -> Array:
-    elements = rows["kept"].to_numpy(dtype=np.float64) * rows["reduced"].to_numpy(dtype=np.float64)
+def _computing_us(rows: Rows, hardware: HardwareSpec) -> Array:
+    elements = _numbers(rows, "kept") * _numbers(rows, "reduced")
     rate = hardware.multiprocessors * LANES * CLOCK_GHZ * 1e3
-    return elements * rows["instructions"].to_numpy(dtype=np.float64) / rate
+    return elements * _numbers(rows, "instructions") / rate
 
 
-def features(rows: pd.DataFrame, hardware: HardwareSpec) -> tuple[list[str], Array]:
+def _numbers(rows: Rows, name: str) -> Array:
+    return np.asarray(rows[name], dtype=np.float64)
+
+
+def _kinds(rows: Rows) -> npt.NDArray[np.str_]:
+    return np.asarray(rows["kind"], dtype=np.str_)
+
+
+def features(rows: Rows, hardware: HardwareSpec) -> tuple[list[str], Array]:
     """Names and (rows, features) matrix: sizes, shares of the bytes, and which kind it is."""
     read, written, unordered, kept, reduced = (
-        rows[name].to_numpy(dtype=np.float64) for name in ("read_bytes", "written_bytes", "unordered_bytes", "kept", "reduced")
+        _numbers(rows, name) for name in ("read_bytes", "written_bytes", "unordered_bytes", "kept", "reduced")
     )
     moved = np.maximum(read + written, 1.0)
-    kind = rows["kind"].to_numpy()
+    kind = _kinds(rows)
     columns: dict[str, Array] = {
         "log2_bytes": np.log2(moved),
         "log2_kept": np.log2(np.maximum(kept, 1.0)),
@@ -80,7 +92,7 @@ def features(rows: pd.DataFrame, hardware: HardwareSpec) -> tuple[list[str], Arr
         "written_share": written / moved,
         "unordered_share": unordered / moved,
         "l2_share": np.log2(moved / hardware.l2_bytes),
-        "uneven": rows["uneven"].to_numpy(dtype=np.float64),
+        "uneven": _numbers(rows, "uneven"),
         "log2_computing": np.log2(_computing_us(rows, hardware) * hardware.copy_bandwidth_tbs * 1e6 / moved + 1e-3),
         **{name: (kind == name).astype(np.float64) for name in KINDS},
     }
@@ -113,7 +125,7 @@ class FusedModel:
         except (EOFError, OSError) as error:
             raise ValueError(f"{path} is missing or truncated; copy the folder again") from error
 
-    def predict(self, rows: pd.DataFrame) -> pd.DataFrame:
+    def times(self, rows: Rows) -> tuple[Array, npt.NDArray[np.bool_]]:
         """Times of kernels.
 
         Args:
@@ -122,21 +134,29 @@ class FusedModel:
                 `loka_sim.modelspec.Fused`), and instructions per element (see `instructions_of`).
 
         Returns:
-            Columns `time_us`, `low_us`, `high_us` (a 90% interval) and `measured`: False of a kind that was never measured,
-            whose time is that of its bytes at the copy's bandwidth, with an interval up to three times that.
+            Time and both ends of a 90% interval, (rows, 3); and whether the kind was measured, (rows,). The time of another kind
+            is that of its bytes at the copy's bandwidth, with an interval up to three times that.
         """
-        if missing := set(COLUMNS) - set(rows.columns):
+        if missing := set(COLUMNS) - set(rows):
             raise ValueError(f"the frame lacks the columns {sorted(missing)}; a fused kernel needs {', '.join(COLUMNS)}")
-        base = baseline_us(rows, self.hardware)
-        known = rows["kind"].isin(self.manifest["kinds"]).to_numpy()
+        base, kinds = baseline_us(rows, self.hardware), _kinds(rows)
+        known: npt.NDArray[np.bool_] = np.isin(kinds, list(self.manifest["kinds"]))
         time = base.copy()
         low, high = base.copy(), 3.0 * base
         if known.any():
-            _, matrix = features(rows[known], self.hardware)
+            _, matrix = features({name: np.asarray(rows[name])[known] for name in COLUMNS}, self.hardware)
             time[known] = base[known] * np.exp(self._trees.predict(matrix).astype(np.float64))
-            factors = np.array([self.manifest["kinds"][kind]["interval_factors"] for kind in rows["kind"][known]])
+            factors = np.array([self.manifest["kinds"][kind]["interval_factors"] for kind in kinds[known].tolist()])
             low[known], high[known] = time[known] * factors[:, 0], time[known] * factors[:, 1]
-        return pd.DataFrame({"time_us": time, "low_us": low, "high_us": high, "measured": known}, index=rows.index)
+        return np.stack([time, low, high], axis=1), known
+
+    def predict(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """As `times`: columns `time_us`, `low_us`, `high_us` and `measured`."""
+        import pandas
+
+        ends, known = self.times(rows)
+        columns = dict(zip(("time_us", "low_us", "high_us"), ends.T, strict=True))
+        return pandas.DataFrame({**columns, "measured": known}, index=rows.index)
 
 
 def load(hardware: str = "h200") -> FusedModel:

@@ -6,14 +6,14 @@ import gzip
 import hashlib
 import json
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
 from perfmodel import hardware as hardware_module
 from perfmodel.data_folder import data_folder
@@ -25,7 +25,7 @@ from perfmodel.roofline import roofline_us
 from perfmodel.trees import Trees
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    import pandas as pd
 
     from perfmodel.collectives import CollectiveModel
     from perfmodel.explain import Explanation
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[np.float64]
 Sizes = tuple[Array, Array, Array, Array]
+Columns = Mapping[str, Sequence[Any]]
+"""Columns by name, all equally long: a DataFrame without pandas, whose import takes longer than a small prediction."""
 
 SCHEMA_VERSION = 1
 # Kinds of the manifests of a calibration folder and of a refinement in it.
@@ -73,11 +75,23 @@ def with_network(names: list[str], matrix: Array, network: Network | None) -> tu
     return [*names, "network"], np.column_stack([matrix, smooth]), smooth
 
 
-def columns_of(frame: pd.DataFrame) -> tuple[Array, Array, Array, Array]:
+def columns_of(frame: pd.DataFrame | Columns) -> Sizes:
     """The (m, n, k, groups) columns as float arrays; groups is 1 where there is no such column."""
-    m, n, k = (frame[name].to_numpy(dtype=np.float64) for name in ("m", "n", "k"))
-    groups = frame["groups"].to_numpy(dtype=np.float64) if "groups" in frame else np.ones_like(m)
-    return m, n, k, groups
+    m, n, k = (_numbers(frame[name]) for name in ("m", "n", "k"))
+    return m, n, k, _numbers(frame["groups"]) if "groups" in frame else np.ones_like(m)
+
+
+def _numbers(column: pd.Series | Sequence[Any]) -> Array:
+    found: Array = column.to_numpy(dtype=np.float64) if hasattr(column, "to_numpy") else np.asarray(column, dtype=np.float64)
+    return found
+
+
+def _places(kernels: Sequence[str]) -> dict[str, list[int]]:
+    """The rows of each kernel, by name."""
+    found: dict[str, list[int]] = {}
+    for place, kernel in enumerate(kernels):
+        found.setdefault(kernel, []).append(place)
+    return dict(sorted(found.items()))
 
 
 def at_edge(sizes: Sizes, measured: dict[str, list[float]]) -> Sizes:
@@ -176,7 +190,13 @@ class PerfModel:
         _, matrix, smooth = self.seen(kernel, sizes)
         return smooth + self.learned(kernel)[1].predict(matrix).astype(np.float64)
 
-    def predict(self, frame: pd.DataFrame) -> pd.DataFrame:
+    @overload
+    def predict(self, frame: pd.DataFrame) -> pd.DataFrame: ...
+
+    @overload
+    def predict(self, frame: Columns) -> Mapping[str, Array]: ...
+
+    def predict(self, frame: pd.DataFrame | Columns) -> pd.DataFrame | Mapping[str, Array]:
         """Times of kernel calls.
 
         Beyond the largest measured M, N or K a call never takes less for being larger (of the same alignment). Inside, the
@@ -186,18 +206,20 @@ class PerfModel:
 
         Args:
             frame: Columns `kernel`, `m`, `n`, `k` and optionally `groups` (default 1). For a memory-bound kernel `m` and
-                `k` are the rows and columns of its input and `n` is 1.
+                `k` are the rows and columns of its input and `n` is 1. A DataFrame, or columns by name.
 
         Returns:
-            Columns `time_us`, `low_us`, `high_us` (a 90% interval), with the index and the order of `frame`.
+            Columns `time_us`, `low_us`, `high_us` (a 90% interval), in the order of `frame`: a DataFrame with its index, or
+            arrays by name where it is no DataFrame.
 
         Raises:
             ValueError: an unknown kernel, one without measurements on this GPU, a size that is no whole number from 1 on, or a
                 shape that the kernel cannot run.
         """
-        if missing := {"kernel", "m", "n", "k"} - set(frame.columns):
+        if missing := {"kernel", "m", "n", "k"} - set(frame):
             raise ValueError(f"the frame lacks the columns {sorted(missing)}; predict needs kernel, m, n, k")
-        if frame["kernel"].isna().any():
+        kernels = list(frame["kernel"])
+        if not all(isinstance(kernel, str) for kernel in kernels):
             raise ValueError("a row names no kernel; predict needs kernel, m, n, k in every row")
         m, n, k, groups = columns_of(frame)
         for name, size in zip(("m", "n", "k", "groups"), (m, n, k, groups), strict=True):
@@ -205,14 +227,19 @@ class PerfModel:
                 raise ValueError(
                     f"{name} = {size[wrong][0]:g} is no size; m, n, k and groups must be at least 1, and whole numbers"
                 )
-        result = np.empty((len(frame), 3))
-        for kernel, rows in frame.reset_index(drop=True).groupby("kernel", observed=True).indices.items():
-            name, sizes = str(kernel), (m[rows], n[rows], k[rows], groups[rows])
+        result = np.empty((len(kernels), 3))
+        for name, rows in _places(kernels).items():
+            sizes = m[rows], n[rows], k[rows], groups[rows]
             self._refuse(name, sizes)
             time = baseline_us(name, *sizes, self.hardware) * np.exp(self._ratio(name, sizes))
             factors = np.asarray(self.manifest["kernels"][name]["interval_factors"])[size_class(time)]
             result[rows] = np.stack([time, time * factors[:, 0], time * factors[:, 1]], axis=1)
-        return pd.DataFrame(result, columns=["time_us", "low_us", "high_us"], index=frame.index)
+        columns = dict(zip(("time_us", "low_us", "high_us"), result.T, strict=True))
+        if isinstance(frame, Mapping):
+            return columns
+        import pandas
+
+        return pandas.DataFrame(columns, index=frame.index)
 
     def _refuse(self, kernel: str, sizes: Sizes) -> None:
         """Raise where a kernel is not known here or cannot run one of the shapes."""
@@ -265,15 +292,26 @@ class PerfModel:
         """
         return self.collectives.predict(frame, cluster)
 
-    def in_range(self, frame: pd.DataFrame) -> pd.Series:
+    @overload
+    def in_range(self, frame: pd.DataFrame) -> pd.Series: ...
+
+    @overload
+    def in_range(self, frame: Columns) -> npt.NDArray[np.bool_]: ...
+
+    def in_range(self, frame: pd.DataFrame | Columns) -> pd.Series | npt.NDArray[np.bool_]:
         """Whether each call lies inside the sizes that the kernel was measured at (every dimension, and their product)."""
+        kernels = list(frame["kernel"])
         sizes = dict(zip(("m", "n", "k", "groups"), columns_of(frame), strict=True))
         sizes["product"] = sizes["m"] * sizes["n"] * sizes["k"] * sizes["groups"]
-        inside = np.ones(len(frame), dtype=bool)
-        for kernel, rows in frame.reset_index(drop=True).groupby("kernel", observed=True).indices.items():
-            for name, (low, high) in self.manifest["kernels"][str(kernel)]["range"].items():
+        inside = np.ones(len(kernels), dtype=bool)
+        for kernel, rows in _places(kernels).items():
+            for name, (low, high) in self.manifest["kernels"][kernel]["range"].items():
                 inside[rows] &= (sizes[name][rows] >= low) & (sizes[name][rows] <= high)
-        return pd.Series(inside, index=frame.index)
+        if isinstance(frame, Mapping):
+            return inside
+        import pandas
+
+        return pandas.Series(inside, index=frame.index)
 
 
 def read_json(path: Path) -> dict[str, Any]:

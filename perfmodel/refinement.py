@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -277,8 +278,10 @@ class RefinedModel(PerfModel):
             result[str(kernel)] = (pd.MultiIndex.from_arrays(columns_of(part)), np.stack([p50, low, high], axis=1))
         return result
 
-    def predict(self, frame: pd.DataFrame) -> pd.DataFrame:
+    def predict(self, frame: Any) -> Any:
         """Times of kernel calls, as `PerfModel.predict`; a measured shape has its measured time."""
+        if isinstance(frame, Mapping):
+            return dict(self.predict(pd.DataFrame(dict(frame))).items())
         refinement = self.refinement
         assert refinement is not None
         new = set(self.manifest["kernels"]) - set(refinement.base.manifest["kernels"])
@@ -305,8 +308,10 @@ class RefinedModel(PerfModel):
                 result[index[found >= 0]] = values[found[found >= 0]]
         return pd.DataFrame(result, columns=["time_us", "low_us", "high_us"], index=frame.index)
 
-    def in_range(self, frame: pd.DataFrame) -> pd.Series:
+    def in_range(self, frame: Any) -> Any:
         """Whether each call lies inside the sizes that the base was fitted to, or was measured here."""
+        if isinstance(frame, Mapping):
+            return self.in_range(pd.DataFrame(dict(frame))).to_numpy()
         inside = super().in_range(frame)
         values = inside.to_numpy().copy()
         for kernel, index in frame.reset_index(drop=True).groupby("kernel", observed=True).indices.items():

@@ -11,8 +11,6 @@ from loka_sim.dispatch.candidates import Row
 from perfmodel.step import combine
 
 if TYPE_CHECKING:
-    import pandas
-
     from perfmodel.model import PerfModel
 
 
@@ -22,14 +20,6 @@ class Time(NamedTuple):
     us: float
     low_us: float
     high_us: float
-
-
-def frame(rows: Iterable[Row]) -> pandas.DataFrame:
-    """Rows as the time model takes them: columns kernel, m, n, k, groups."""
-    import pandas
-
-    columns = zip(*rows, strict=True)
-    return pandas.DataFrame({name: list(column) for name, column in zip(Row._fields, columns, strict=False)}, columns=Row._fields)
 
 
 @dataclass(frozen=True)
@@ -48,10 +38,10 @@ class Times:
     def predict(cls, model: PerfModel, rows: Iterable[Row]) -> Times:
         """Ask the time model once for all rows."""
         ordered = sorted(set(rows))
-        table = frame(ordered)
-        predicted = model.predict(table)
-        columns = (predicted[name].to_numpy(dtype=float).tolist() for name in ("time_us", "low_us", "high_us"))
-        inside = model.in_range(table).to_numpy(dtype=bool).tolist()
+        asked = dict(zip(Row._fields, zip(*ordered, strict=True), strict=True)) if ordered else dict.fromkeys(Row._fields, ())
+        predicted = model.predict(asked)
+        columns = (predicted[name].tolist() for name in ("time_us", "low_us", "high_us"))
+        inside = model.in_range(asked).tolist()
         return cls(
             {row: Time(*entry) for row, entry in zip(ordered, zip(*columns, strict=True), strict=True)},
             frozenset(row for row, known in zip(ordered, inside, strict=True) if not known),
