@@ -151,7 +151,7 @@ def show_steps(steps: Sequence[dict[str, Any]], answers: dict[tuple[str, int], A
     """Every measured step beside what is predicted of it now."""
     head = f"{'kernels':>9s}{'predicted':>10s}{'90%':>20s}{'off':>8s}{'graph':>9s}{'predicted':>10s}{'off':>8s}  speedup"
     print(f"{'model':24s}{'batch':>6s}  {'variant':18s}{head}")
-    ratios, inside, walls, held, signs = [], [], [], [], []
+    ratios, inside, walls, held, signs, sure = [], [], [], [], [], []
     for step in steps:
         found = both(step["model"], step["batch"], answers)
         (us, low, high), graph = found[step["variant"]]
@@ -170,11 +170,15 @@ def show_steps(steps: Sequence[dict[str, Any]], answers: dict[tuple[str, int], A
         if base is not None and base is not step:
             speedups = base["kernels_ms"] / measured, found["bf16"].kernels_ms[0] / us
             signs.append((speedups[0] > 1) == (speedups[1] > 1))
-            line += f"  {speedups[0]:.3f}x, predicted {speedups[1]:.3f}x" + ("" if signs[-1] else "  WRONG SIGN")
+            answer = answers[step["model"], step["batch"]][0]
+            said = next(known.whole_speedup for known in answer.steps if known.name == step["variant"])
+            sure.append(said.low_us <= speedups[0] <= said.high_us)
+            line += f"  {speedups[0]:.3f}x, predicted {speedups[1]:.3f}x [{said.low_us:.2f}, {said.high_us:.2f}]"
+            line += "" if signs[-1] else "  WRONG SIGN"
         print(line)
     judge("against kernels", ratios, inside)
     judge("against the graph, of steps that had a GPU to themselves", walls, held)
-    print(f"signs right {sum(signs)} of {len(signs)}")
+    print(f"signs of speedups right {sum(signs)} of {len(signs)}; {sum(sure)} of {len(sure)} inside their 90% intervals")
 
 
 def show_said(number: int, some: dict[str, Any], steps: Sequence[dict[str, Any]]) -> None:
