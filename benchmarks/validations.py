@@ -15,6 +15,10 @@ measured whole, on another machine; no fit has seen it.
 refines the shipped time model by each document's own shapes and judges it on shapes that it did not see: fresh ones of the same
 run, all of the other validations, and the sweeps `blind`, `blind2` and `zoo` of other machines.
 
+    python benchmarks/validations.py --again
+
+prints how far a second measurement of a validation's own shapes, by another validation or in the sweep `zoo`, is off the first.
+
     python benchmarks/validations.py --calibration FOLDER
 
 prints how far a calibration's times (of `collect --gpu` or `validate --gpu`) are from the sweeps `blind`, `blind2` and `zoo`
@@ -182,6 +186,37 @@ def refined(documents: Sequence[dict[str, Any]]) -> str:
     return markdown(["judged on", "kernels", "n", "MAPE", "in 90%"], table)
 
 
+def again(documents: Sequence[dict[str, Any]]) -> str:
+    """What a measured time says of the next one: differences of two, and whether the interval of the first holds the second."""
+    import numpy
+    import pandas
+
+    import perfmodel
+    from perfmodel.judge import SHAPE
+    from perfmodel.kernels import KERNELS
+    from perfmodel.measured import read_timings
+    from perfmodel.refine import refine
+
+    key, base = ["kernel", *SHAPE], perfmodel.load("h200")
+    measured = [pandas.DataFrame(document["time"]["rows"]).query("set == 'model'") for document in documents]
+    measured = [rows.rename(columns={"measured_us": "p50_us"})[[*key, "p50_us"]] for rows in measured]
+    later = [*measured, read_timings("h200").query("sweep == 'zoo'")[[*key, "p50_us"]]]
+    pairs = []
+    for number, rows in enumerate(measured):
+        second = pandas.concat(later[number + 1 :]).rename(columns={"p50_us": "second_us"})
+        both = rows.merge(second, on=key)
+        predicted = refine(base, rows).model.predict(both)
+        unseen = base.predict(both)["time_us"]
+        off = {name: numpy.abs(us / both["second_us"] - 1) for name, us in (("measured", both["p50_us"]), ("predicted", unseen))}
+        inside = (both["second_us"] >= predicted["low_us"]) & (both["second_us"] <= predicted["high_us"])
+        pairs.append(both.assign(kind=[KERNELS[name].kind for name in both["kernel"]], **off, inside=inside.astype(float)))
+    table = []
+    for kind, some in pandas.concat(pairs).groupby("kind"):
+        shares = [some["measured"].mean(), some["measured"].quantile(0.9), some["predicted"].mean(), some["inside"].mean()]
+        table.append([str(kind), f"{len(some):,}", *(percent(float(share)) for share in shares)])
+    return markdown(["kernels", "pairs", "second off the first", "p90", "off the prediction", "in the first's 90%"], table)
+
+
 def calibrated(folder: Path) -> str:
     """A calibration of an H200 against the sweeps that no model has seen, per kernel, beside the shipped model."""
     import pandas
@@ -218,6 +253,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--swept", action="store_true", help="decisions of the shipped time model, priced by the sweep zoo")
     parser.add_argument("--refined", action="store_true", help="times before and after refinement, on shapes of others")
+    parser.add_argument("--again", action="store_true", help="second measurements of measured shapes")
     parser.add_argument("--calibration", type=Path, metavar="FOLDER", help="judge a calibration by sweeps that it has not seen")
     parser.add_argument("folder", type=Path, nargs="?", default=data_folder() / "h200" / "validations")
     options = parser.parse_args()
@@ -230,9 +266,10 @@ def main() -> int:
     documents = read(options.folder)
     if not documents:
         parser.error("there is no document in that folder")
-    if options.refined:
-        print(refined([document for document in documents if document["time"]]))
-        return 0
+    for wanted, of in ((options.refined, refined), (options.again, again)):
+        if wanted:
+            print(of([document for document in documents if document["time"]]))
+            return 0
     print("\n\n".join(part(documents) for part in (times, decisions, steps)))
     return 0
 

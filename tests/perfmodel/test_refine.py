@@ -96,7 +96,8 @@ def test_own_gpu_is_not_made_worse(base, seed):
     half = np.random.default_rng(seed).permutation(shape.max() + 1)[shape] % 2 == 0
     result = refine(base, zoo[half])
     assert mape(result.model, zoo[~half]) < 1.01 * mape(base, zoo[~half])
-    assert 0.85 <= coverage(result.model, zoo[~half]) <= 0.96
+    # Hardly wider than the base's, whatever those hold of the zoo.
+    assert 0.88 <= coverage(result.model, zoo[~half]) <= max(0.93, coverage(base, zoo[~half]) + 0.02)
 
 
 def test_accuracy_before_is_the_bases_own(base, halves, refinement):
@@ -135,6 +136,19 @@ def test_measured_shapes_have_their_measured_time(base, halves, refinement):
     assert (predicted["low_us"] <= measured["p10_us"]).all() and (predicted["high_us"] >= measured["p90_us"]).all()
     repeat = base.manifest["repeat_on_another_machine"]["p90"]
     assert (predicted["high_us"] / predicted["time_us"] >= 1 + repeat - 1e-9).all()
+
+
+def test_a_second_measurement_lies_in_the_interval_of_the_first(base):
+    """Shapes that a validation measured, measured again by a sweep on another H200: what torch.compile makes repeats worse."""
+    rows = json.loads((base.folder.parent / "validations" / "interformer-production.json").read_text())["time"]["rows"]
+    rows = pd.DataFrame([row for row in rows if row["set"] == "model"]).rename(columns={"measured_us": "p50_us"})
+    zoo = read_timings("h200").query("sweep == 'zoo'")[["kernel", *SHAPE, "p50_us"]]
+    again = zoo.merge(rows[["kernel", *SHAPE]], on=["kernel", *SHAPE]).reset_index(drop=True)
+    model = refine(base, rows[["kernel", *SHAPE, "p50_us"]]).model
+    quantized = again["kernel"].str.contains("quantize")
+    assert quantized.sum() > 100 and (~quantized).sum() > 100
+    assert coverage(model, again[~quantized].reset_index(drop=True)) >= 0.85
+    assert coverage(model, again[quantized].reset_index(drop=True)) >= 0.85
 
 
 def test_far_from_measured_shapes_the_machine_part_remains(refinement):
