@@ -48,6 +48,8 @@ _SPANS: dict[str, Callable[[int, int], int]] = {
     "mx32": lambda rows, k: min(k, 32),
     "bdr16": lambda rows, k: min(k, 16),
 }
+# Operands that are worked on at once: few enough for a core's cache.
+_AT_ONCE = 64
 # The figures of `OperandNoise` in order, by the power of the value that each is relative to.
 _ORDERS = (2, 1, 2, 0, 0)
 _LOW = np.concatenate([[-0.125], np.arange(PROFILE_BINS - 1) / BINS_PER_OCTAVE])
@@ -93,16 +95,17 @@ def operand_noise(statistics: TensorStatistics, recipe: Recipe, rows: int, k: in
 
 def operand_noises(requests: Sequence[tuple[TensorStatistics, Recipe, int, int, float | None]]) -> Array:
     """`operand_noise` of many operands, each a tuple of its arguments: the figures in their order, (requests, 5)."""
-    places: dict[tuple[TensorStatistics, Recipe, float], tuple[list[int], list[int]]] = {}
+    alike: dict[tuple[Recipe, float, str], dict[tuple[TensorStatistics, int], list[int]]] = {}
     for place, (statistics, recipe, rows, k, headroom) in enumerate(requests):
         length, above = _scope(recipe, rows, k, headroom)
-        some, lengths = places.setdefault((statistics.origin, recipe, above), ([], []))
-        some.append(place)
-        lengths.append(length)
+        operands = alike.setdefault((recipe, above, statistics.contraction), {})
+        operands.setdefault((statistics.origin, length), []).append(place)
     result = np.empty((len(requests), len(_ORDERS)))
-    for (statistics, recipe, above), (some, lengths) in places.items():
-        distinct, inverse = np.unique(lengths, return_inverse=True)
-        result[some] = _noises(statistics, recipe, distinct, above)[inverse]
+    for (recipe, above, _), operands in alike.items():
+        figures = _noises(list(operands), recipe, above)
+        result[[place for places in operands.values() for place in places]] = np.repeat(
+            figures, [len(places) for places in operands.values()], axis=0
+        )
     return result
 
 
@@ -121,44 +124,72 @@ def _scope(recipe: Recipe, rows: int, k: int, headroom: float | None) -> tuple[i
 
 @functools.lru_cache(maxsize=16384)
 def _noise(statistics: TensorStatistics, recipe: Recipe, length: int, above: float) -> OperandNoise:
-    return OperandNoise(*_noises(statistics, recipe, np.array([length]), above)[0].tolist())
+    return OperandNoise(*_noises([(statistics, length)], recipe, above)[0].tolist())
 
 
-def _noises(statistics: TensorStatistics, recipe: Recipe, lengths: npt.NDArray[np.int64], above: float) -> Array:
-    """The noise when so many elements share a scale, whose amax lies so many octaves above their own, (lengths, figures)."""
+def _noises(operands: Sequence[tuple[TensorStatistics, int]], recipe: Recipe, above: float) -> Array:
+    """The noise of operands contracted alike, (operands, figures).
+
+    Args:
+        operands: Each with the number of elements that share a scale.
+        recipe: Of all.
+        above: Octaves by which the scale's amax lies above their own.
+    """
     if recipe.scaling == "none":
-        return np.tile(_unscaled(statistics, recipe), (len(lengths), 1))
-    scope = SCOPES.index(_SCOPE_OF[statistics.contraction][recipe.scaling])
-    counts = statistics.profile_counts[scope].astype(np.float64)
-    measured = max(float(statistics.profile_lengths[scope]), 1.0)
-    sizes = lengths.astype(np.float64)
-    growth = _amax_growth(counts, measured, sizes)
-    # A longer scope's amax holds less of the energy: its square grew by 4^growth, and it stands for more values.
-    stay = np.minimum(1.0, 4.0**growth * measured / sizes) if above == 0 else np.zeros(len(sizes))
+        return np.stack([_unscaled(statistics, recipe) for statistics, _ in operands])
+    scope = SCOPES.index(_SCOPE_OF[operands[0][0].contraction][recipe.scaling])
+    records: dict[TensorStatistics, list[int]] = {}
+    for place, (statistics, _) in enumerate(operands):
+        records.setdefault(statistics, []).append(place)
+    sizes = np.array([length for _, length in operands], dtype=np.float64)
+    growth, stay = np.empty(len(sizes)), np.zeros(len(sizes))
+    counts, weights = np.empty((len(sizes), PROFILE_BINS)), np.empty((len(_ORDERS), len(sizes), PROFILE_BINS))
+    for statistics, some in records.items():
+        counts[some] = count = statistics.profile_counts[scope].astype(np.float64)
+        measured = max(float(statistics.profile_lengths[scope]), 1.0)
+        growth[some] = _amax_growth(count, measured, sizes[some])
+        # A longer scope's amax holds less of the energy: its square grew by 4^growth, and it stands for more values.
+        if above == 0:
+            stay[some] = np.minimum(1.0, 4.0 ** growth[some] * measured / sizes[some])
+        energy, magnitudes = statistics.profile_energy[scope].astype(np.float64), count * _MAGNITUDES
+        by_order = count, magnitudes / max(magnitudes.sum(), 1e-300), energy / max(energy.sum(), 1e-300)
+        weights[:, some] = np.stack([by_order[order] for order in _ORDERS])[:, None]
     growth = growth + above
-    energy, magnitudes = statistics.profile_energy[scope].astype(np.float64), counts * _MAGNITUDES
-    by_order = counts, magnitudes / max(magnitudes.sum(), 1e-300), energy / max(energy.sum(), 1e-300)
-    weights = np.stack([by_order[order] for order in _ORDERS])
-    # Only under powers of two does it matter where amax lies inside its octave.
-    turns = np.round(growth * PHASES).astype(int) if recipe.is_power_of_two else np.zeros(len(sizes), dtype=int)
     figures = np.empty((len(sizes), len(_ORDERS)))
-    for turn in np.unique(turns):
-        some = turns == turn
-        place = np.roll(statistics.profile_phase[scope].astype(np.float64), turn)
-        figures[some] = _figures(recipe, place, counts, weights, growth[some, None], stay[some])
+    if not recipe.is_power_of_two:
+        # Where amax lies inside its octave does not matter.
+        for start in range(0, len(sizes), _AT_ONCE):
+            part = slice(start, start + _AT_ONCE)
+            figures[part] = _figures(recipe, None, counts[part], weights[:, part], growth[part, None], stay[part])
+        return figures
+    turns = np.round(growth * PHASES).astype(int)
+    for statistics, some in records.items():
+        for turn in np.unique(turns[some]):
+            alike = [place for place in some if turns[place] == turn]
+            place = np.roll(statistics.profile_phase[scope].astype(np.float64), turn)
+            figures[alike] = _figures(recipe, place, counts[alike[0]], weights[:, alike], growth[alike, None], stay[alike])
     return figures
 
 
-def _figures(recipe: Recipe, place: Array, counts: Array, weights: Array, growth: Array, stay: Array) -> Array:
-    """The figures of `OperandNoise` for each growth of amax (lengths, 1) that it `stay`s through in part, (lengths, figures)."""
+def _figures(recipe: Recipe, place: Array | None, counts: Array, weights: Array, growth: Array, stay: Array) -> Array:
+    """The figures of `OperandNoise` for each growth of amax (operands, 1) that it `stay`s through in part, (operands, figures).
 
-    def read(half_step: bool, where: Array) -> Array:
+    Args:
+        recipe: Of all operands.
+        place: Where their amax lies inside its octave; None where that does not matter.
+        counts: Their profile.
+        weights: What its bins weigh in each figure, (figures, operands, bins).
+        growth: In octaves.
+        stay: Shares.
+    """
+
+    def read(half_step: bool, where: Array | None) -> Array:
         curve = _curve(recipe, where, half_step)
         values = curve.mean(_LOW + growth, _HIGH + growth)
         values[..., 0] = stay * curve.at_amax[:, None] + (1 - stay) * values[..., 0]
-        return (values * weights[:, None]).sum(-1).T
+        return (values * weights).sum(-1).T
 
-    if recipe.shared is None or not recipe.shared.pairs:
+    if recipe.shared is None or not recipe.shared.pairs or place is None:
         return read(False, place)
     # A pair halves its step when its other element, too, lies below the block's binade: the seldomer, the higher
     # amax stands in its octave.
