@@ -226,13 +226,12 @@ def gemms_in_step(times: Mapping[Row, Time], hardware: HardwareSpec) -> tuple[di
     model = _times(hardware.name, tuple(hardware.capability))
     if model is None or model.in_step is None:
         return dict(times), {}
-    inside = model.in_step
-    found = {}
-    for row, time in times.items():
-        spec = KERNELS[row.kernel]
-        factor = inside.gemm(spec.is_fp8, time.us) if spec.kind == "gemm" else 1.0
-        found[row] = Time(*(factor * end for end in time))
-    return found, {fp8: inside.off.get(family, 0.0) for fp8, family in enumerate(GEMMS)}  # type: ignore[misc]
+    gemms = [row for row in times if KERNELS[row.kernel].kind == "gemm"]
+    ends = np.array([times[row] for row in gemms]).reshape(-1, 3)
+    inside = model.in_step.gemms([KERNELS[row.kernel].is_fp8 for row in gemms], ends[:, 0])[:, None] * ends
+    between = {row: Time(*time) for row, time in zip(gemms, inside.tolist(), strict=True)}
+    off = {bool(fp8): model.in_step.off.get(name, 0.0) for fp8, name in enumerate(GEMMS)}
+    return {**times, **between}, off
 
 
 def gaps(kernels: Iterable[Fused], spec: ModelSpec, model: InStep | None) -> list[Other]:

@@ -101,9 +101,10 @@ class InStep:
             result[mine] = self._factors(name, x[mine])
         return result
 
-    def gemm(self, is_fp8: bool, alone_us: float) -> float:
-        """Factor of a GEMM that takes so long alone."""
-        return float(self._factors(GEMMS[is_fp8], np.array([np.log2(max(alone_us, 1e-3))]))[0])
+    def gemms(self, fp8: npt.ArrayLike, alone_us: npt.ArrayLike) -> Array:
+        """Factors of GEMMs, FP8 or not, that take so long alone."""
+        which, x = np.asarray(fp8, dtype=bool), np.log2(np.maximum(np.asarray(alone_us, dtype=np.float64), 1e-3))
+        return np.where(which, self._factors(GEMMS[True], x), self._factors(GEMMS[False], x))
 
 
 def load(hardware: str = "h200") -> InStep | None:
