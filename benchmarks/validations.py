@@ -29,10 +29,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from loka_sim.errors import LokaSimError
 from perfmodel import data_folder
 
 FAMILIES = ("gemm", "quantize", "layout")
@@ -261,7 +263,11 @@ def main() -> int:
         print(swept())
         return 0
     if options.calibration:
-        print(calibrated(options.calibration))
+        try:
+            print(calibrated(options.calibration))
+        except (ValueError, LokaSimError) as error:
+            print(error, file=sys.stderr)
+            return 2
         return 0
     documents = read(options.folder)
     if not documents:
