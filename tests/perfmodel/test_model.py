@@ -1,5 +1,7 @@
 import gzip
 import json
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -87,6 +89,25 @@ def test_predict_keeps_order_and_index(model):
     pd.testing.assert_frame_equal(model.predict(shuffled), whole.loc[shuffled.index])
     assert (whole["low_us"] <= whole["time_us"]).all() and (whole["time_us"] <= whole["high_us"]).all()
     assert (whole > 0).all().all()
+
+
+def test_columns_are_predicted_as_a_frame_is(model):
+    frame = rows(("torch/bf16", 512, 512, 512), ("torch/quantize_rowwise", 4096, 1, 1024), ("torch/bf16", 2**24, 64, 32))
+    columns = {name: frame[name].tolist() for name in frame}
+    by_name, by_frame = model.predict(columns), model.predict(frame)
+    for name in ("time_us", "low_us", "high_us"):
+        np.testing.assert_array_equal(by_name[name], by_frame[name])
+    assert model.in_range(columns).tolist() == model.in_range(frame).tolist() == [True, True, False]
+    with pytest.raises(ValueError, match="lacks the columns \\['k'\\]"):
+        model.predict({name: columns[name] for name in ("kernel", "m", "n")})
+
+
+def test_a_what_if_loads_neither_pandas_nor_xgboost():
+    code = (
+        "import sys, loka_sim; loka_sim.whatif('dlrm-small'); print({'pandas', 'xgboost', 'torch', 'sklearn'} & set(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
 
 
 def test_every_measured_kernel_is_known_and_every_row_legal(model, timings):

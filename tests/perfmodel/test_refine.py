@@ -405,6 +405,15 @@ def test_parts_are_taken_where_shapes_make_them_sure():
     assert least_needed(gains[:4], np.arange(4)) == 0 and least_needed(gains, np.arange(5)) == 1
 
 
+def test_columns_are_predicted_as_a_frame_is(halves, refinement):
+    frame = pd.concat([halves[0][:20], halves[1][:20]], ignore_index=True)[["kernel", *SHAPE]]
+    columns = {name: frame[name].tolist() for name in frame}
+    by_name, by_frame = refinement.model.predict(columns), refinement.model.predict(frame)
+    for name in ("time_us", "low_us", "high_us"):
+        assert by_name[name].tolist() == by_frame[name].tolist()
+    assert refinement.model.in_range(columns).tolist() == refinement.model.in_range(frame).tolist()
+
+
 def test_errors_of_predict_stay(refinement):
     model = refinement.model
     with pytest.raises(ValueError, match="'torch/fp9' is not a kernel"):
