@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from numerics.sizes import cdiv, next_power_of_2
+
 ALIGNMENT = 16
 _SCALE_BYTES = 4
 # Values of one program, 32 a thread: several 16-byte loads in flight in each, and a few thousand programs from 8 MB.
@@ -149,17 +151,16 @@ def _check(layout: Layout, rows: torch.Tensor, message: torch.Tensor) -> None:
 
 
 def _launch(kernel: object, layout: Layout, *arguments: torch.Tensor, **constants: object) -> None:
-    import triton
 
     from numerics.gpu import on, run
 
     most = max(layout.rows)
     if not most:
         return
-    width = triton.next_power_of_2(layout.dim)
-    height = max(min(_TILE // width, triton.next_power_of_2(most)), _LEAST_TILE // width, 1)
+    width = next_power_of_2(layout.dim)
+    height = max(min(_TILE // width, next_power_of_2(most)), _LEAST_TILE // width, 1)
     with on(arguments[0].device):
         run(
-            kernel, (triton.cdiv(most, height), len(layout.rows)), height * width, *arguments,
+            kernel, (cdiv(most, height), len(layout.rows)), height * width, *arguments,
             DIM=layout.dim, WIDTH=width, ROWS=height, **constants,
         )  # fmt: skip

@@ -18,6 +18,7 @@ from numerics import gpu_kernels as kernels
 from numerics import gpu_meeting, gpu_pairs, gpu_words
 from numerics.gpu_columns import column_kernel, line_amax_kernel, line_scale_kernel
 from numerics.recipe import Recipe
+from numerics.sizes import cdiv, next_power_of_2
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -111,9 +112,9 @@ def _launch(x: torch.Tensor, recipe: Recipe, amax: Any, scales: Any, codes: Any,
     size = x.numel()
     if recipe.shared is not None:
         groups = size // 16
-        height = min(_BLOCK // 2 // 16, triton.next_power_of_2(groups))
+        height = min(_BLOCK // 2 // 16, next_power_of_2(groups))
         run(
-            kernels.shared_kernel, (triton.cdiv(groups, height),), height * 16, x, scales, codes, values, flag, groups,
+            kernels.shared_kernel, (cdiv(groups, height),), height * 16, x, scales, codes, values, flag, groups,
             MAGNITUDE_BITS=recipe.shared.magnitude_bits, PAIRS=recipe.shared.pairs, TRUNCATE=recipe.rounding == "toward_zero",
             ROWS=height, EVEN=groups % height == 0,
         )  # fmt: skip
@@ -133,27 +134,27 @@ def _launch(x: torch.Tensor, recipe: Recipe, amax: Any, scales: Any, codes: Any,
         block, programs = flat_grid(size)
         if recipe.scaling == "tensorwise" and amax is None:
             amax = tensor_amax(x)
-            partials = triton.next_power_of_2(programs)
+            partials = next_power_of_2(programs)
         elif recipe.scaling == "tensorwise":
             # Nothing to reduce first: a block a program. Each program's atomic maximum costs more than its share of a loop.
-            programs = triton.cdiv(size, block) if amax_out is None else min(programs, _RAISING)
+            programs = cdiv(size, block) if amax_out is None else min(programs, _RAISING)
         run(
             kernels.flat_kernel, (programs,), block, x, amax, *outputs,
             None if amax_out is None else amax_out.view(torch.int32), size, programs,
             PARTIALS=partials, BLOCK=block, EVEN=size % block == 0, C=constants,
         )  # fmt: skip
     elif recipe.scaling == "columnwise":
-        width = min(_COLUMNS, triton.next_power_of_2(columns))
-        height = max(min(_WARP // width, triton.next_power_of_2(rows)), _LEAST // width)
-        across = triton.cdiv(columns, width)
-        chunk = height * triton.cdiv(triton.cdiv(rows, height) * across, _WARPS)
+        width = min(_COLUMNS, next_power_of_2(columns))
+        height = max(min(_WARP // width, next_power_of_2(rows)), _LEAST // width)
+        across = cdiv(columns, width)
+        chunk = height * cdiv(cdiv(rows, height) * across, _WARPS)
         inverses = None
         if amax is None:
             scales = torch.empty(columns, dtype=torch.float32, device=x.device) if scales is None else scales
             inverses = torch.empty(columns, dtype=torch.float32, device=x.device)
             line_scales(x, scales, inverses, flag, constants, by_rows=False)
         run(
-            column_kernel, (across, triton.cdiv(rows, chunk)), height * width,
+            column_kernel, (across, cdiv(rows, chunk)), height * width,
             x, amax, scales, inverses, codes, values, flag, rows, columns, x.stride(0), chunk,
             ROWS=height, WIDTH=width, C=constants,
         )  # fmt: skip
@@ -170,25 +171,25 @@ def _launch(x: torch.Tensor, recipe: Recipe, amax: Any, scales: Any, codes: Any,
     else:
         length, stride = (columns, x.stride(0)) if recipe.scaling == "rowwise" else (_group(recipe), _group(recipe))
         groups = size // length
-        width = triton.next_power_of_2(length)
-        height = max(min(max(_GROUPS // width, 1), triton.next_power_of_2(groups)), _LEAST // width)
+        width = next_power_of_2(length)
+        height = max(min(max(_GROUPS // width, 1), next_power_of_2(groups)), _LEAST // width)
         run(
-            kernels.group_kernel, (triton.cdiv(groups, height),), height * width, x, amax, *outputs, groups, length, stride,
+            kernels.group_kernel, (cdiv(groups, height),), height * width, x, amax, *outputs, groups, length, stride,
             ROWS=height, WIDTH=width, EVEN=width == length and groups % height == 0, C=constants,
         )  # fmt: skip
 
 
 def run(kernel: Any, grid: tuple[int, ...], elements: int, *arguments: Any, **constants: Any) -> None:
     """Launch a kernel whose program handles this many elements, 32 by a thread."""
-    warps = triton.next_power_of_2(max(1, min(16, elements // 1024)))
+    warps = next_power_of_2(max(1, min(16, elements // 1024)))
     # Products and sums are never contracted unless the kernel says so.
     kernel[grid](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
 
 
 def flat_grid(size: int) -> tuple[int, int]:
     """Elements of one block, and programs, of a pass over a flat tensor."""
-    block = max(min(_BLOCK, triton.next_power_of_2(size)), _LEAST)
-    return block, min(triton.cdiv(size, block), _PROGRAMS)
+    block = max(min(_BLOCK, next_power_of_2(size)), _LEAST)
+    return block, min(cdiv(size, block), _PROGRAMS)
 
 
 def tensor_amax(x: torch.Tensor) -> torch.Tensor:
@@ -211,16 +212,16 @@ def line_scales(
     """Scales of rows (with `by_rows`), then of columns, and the inverses that a cast may want, from one read of a matrix."""
     height, width = _LINES
     rows, columns = x.shape
-    across = triton.cdiv(columns, width)
-    chunk = height * triton.cdiv(triton.cdiv(rows, height) * across, _WARPS)
-    down = triton.cdiv(rows, chunk)
+    across = cdiv(columns, width)
+    chunk = height * cdiv(cdiv(rows, height) * across, _WARPS)
+    down = cdiv(rows, chunk)
     heads = rows if by_rows else 0
     parts = torch.empty(across * heads + down * columns, dtype=torch.int32, device=x.device)
     line_amax_kernel[(across, down)](
         x, parts if by_rows else None, parts[across * heads :], rows, columns, x.stride(0), chunk,
         ROWS=height, WIDTH=width, num_warps=1,
     )  # fmt: skip
-    line_scale_kernel[(triton.cdiv(heads, 32) + triton.cdiv(columns, 32),)](
+    line_scale_kernel[(cdiv(heads, 32) + cdiv(columns, 32),)](
         parts, scales, inverses, flag, heads, columns, across, down,
         PARTS=64, WIDTH=32, C=constants, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

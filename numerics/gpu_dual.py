@@ -17,6 +17,7 @@ from numerics.gpu_kernels import PACK_E4M3, PACK_E5M2, Constants, divide, magnit
 from numerics.quantization import QuantizedTensor
 from numerics.recipe import Recipe
 from numerics.scaling import scales_shape
+from numerics.sizes import cdiv, next_power_of_2
 
 _SCALINGS = ("tensorwise", "rowwise", "block1x128", "block128x128")
 # Rows, columns and warps of a program: of a block, of a cast under one scale, of a cast under those of rows and columns.
@@ -233,9 +234,9 @@ def _launch(
             mode = "tensor" if tensorwise else "lines" if lines else "blocks" if blocks else "tile"
             gpu_pairs.launch(x, mode, amax, codes, turned, scales, turned_scales, flag, constants)
             return flag is None or not int(flag)
-        dual_kernel[(triton.cdiv(columns, width), triton.cdiv(rows, height))](
+        dual_kernel[(cdiv(columns, width), cdiv(rows, height))](
             x, amax, inverses, codes, turned.view(torch.int32), scales, turned_scales, flag, rows, columns, x.stride(0), partials,
-            PARTIALS=triton.next_power_of_2(partials) if partials else 0, LINES=lines, BLOCKS=blocks, ROWS=height, WIDTH=width,
+            PARTIALS=next_power_of_2(partials) if partials else 0, LINES=lines, BLOCKS=blocks, ROWS=height, WIDTH=width,
             C=constants, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return flag is None or not int(flag)

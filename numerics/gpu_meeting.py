@@ -18,6 +18,7 @@ import triton.language as tl
 
 from numerics.gpu_kernels import Constants, report
 from numerics.gpu_pairs import raised, rows_of, scale_and_inverse, store_row, store_turned
+from numerics.sizes import cdiv, next_power_of_2
 
 _HIGH_MAGNITUDE = tl.constexpr(0x7FFF0000)
 # Of a flat tensor: words that a program loads at once, 16 a thread; registers a thread, and programs on a multiprocessor, so that
@@ -201,13 +202,13 @@ def quantize(
         return False
     words = x.numel() // 2
     block, registers, each = _FLAT
-    block = min(block, max(triton.next_power_of_2(words), 128))
-    blocks = triton.cdiv(words, block)
+    block = min(block, max(next_power_of_2(words), 128))
+    blocks = cdiv(words, block)
     programs = min(blocks, resident(x.device, each))
-    held = min(2, triton.cdiv(blocks, programs))
+    held = min(2, cdiv(blocks, programs))
     flat_kernel[(programs,)](
         x.view(-1).view(torch.int32), codes.view(-1).view(torch.int16), scales, flag, place, words, blocks,
-        HELD=held, MORE=blocks > held * programs, BLOCK=block, PROGRAMS=triton.next_power_of_2(programs), C=constants,
+        HELD=held, MORE=blocks > held * programs, BLOCK=block, PROGRAMS=next_power_of_2(programs), C=constants,
         **options(x, max(block // 512, 1), registers),
     )  # fmt: skip
     return True
@@ -228,15 +229,15 @@ def quantize_turned(
         return False
     height, width, warps, registers, each = _TILES
     quarter, words = x.shape[0] // 4, x.shape[1] // 2
-    across = triton.cdiv(words, width)
-    tiles = across * triton.cdiv(x.shape[0], height)
+    across = cdiv(words, width)
+    tiles = across * cdiv(x.shape[0], height)
     programs = min(tiles, resident(x.device, each))
     # The turned codes alone gain nothing by a second one.
-    held = 1 if codes is None else min(2, triton.cdiv(tiles, programs))
+    held = 1 if codes is None else min(2, cdiv(tiles, programs))
     tiles_kernel[(programs,)](
         x.view(torch.int32), None if codes is None else codes.view(torch.int16), turned.view(torch.int32), scales,
         turned_scales, flag, place, quarter, words, across, tiles,
-        HELD=held, MORE=tiles > held * programs, ROWS=height, WIDTH=width, PROGRAMS=triton.next_power_of_2(programs), C=constants,
+        HELD=held, MORE=tiles > held * programs, ROWS=height, WIDTH=width, PROGRAMS=next_power_of_2(programs), C=constants,
         **options(x, warps, registers),
     )  # fmt: skip
     return True

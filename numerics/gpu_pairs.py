@@ -17,6 +17,7 @@ import triton.language as tl
 
 from numerics.gpu_kernels import PACK_E4M3, PACK_E5M2, Constants, report, round_to_grid
 from numerics.recipe import Recipe
+from numerics.sizes import cdiv, next_power_of_2
 
 _HIGH = tl.constexpr(-0x10000)
 _MAGNITUDES = tl.constexpr(0x7FFF7FFF)
@@ -249,8 +250,8 @@ def launch(
     """Run `pair_kernel` on a matrix that `supports` accepts; `amax` are the partial maxima of mode 'tensor'."""
     rows, columns = x.shape
     height, width, warps, registers, stages, each = _shape(mode, codes is not None)
-    wide = triton.cdiv(columns, 2 * width)
-    tiles = wide * triton.cdiv(rows, height)
+    wide = cdiv(columns, 2 * width)
+    tiles = wide * cdiv(rows, height)
     programs = tiles
     if each and x.is_cuda:
         programs = min(tiles, each * torch.cuda.get_device_properties(x.device).multi_processor_count)
@@ -259,7 +260,7 @@ def launch(
     pair_kernel[(programs,)](
         x.view(torch.int32), amax, None if codes is None else codes.view(torch.int16), turned.view(torch.int32), scales,
         turned_scales, flag, rows // 4, columns // 2, x.stride(0) // 2, partials, wide, tiles, MODE=mode,
-        PARTIALS=triton.next_power_of_2(partials) if partials else 0, ROWS=height, WIDTH=width, STAGES=stages, C=constants,
+        PARTIALS=next_power_of_2(partials) if partials else 0, ROWS=height, WIDTH=width, STAGES=stages, C=constants,
         num_warps=warps, enable_fp_fusion=False, **options,
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from numerics import gpu_meeting
 from numerics.gpu_kernels import Constants, report
 from numerics.gpu_meeting import next_count
 from numerics.gpu_pairs import rows_of, scale_and_inverse, store_turned
+from numerics.sizes import cdiv, next_power_of_2
 
 _MAGNITUDES = tl.constexpr(0x7FFF7FFF)
 _HIGH_MAGNITUDE = tl.constexpr(0x7FFF0000)
@@ -123,9 +124,9 @@ def quantize_columns(
     rows, height, width, warps, registers, resident = _STRIP
     programs = gpu_meeting.resident(x.device, resident)
     quarter, words = x.shape[0] // 4, x.shape[1] // 2
-    strips = triton.cdiv(words, width)
+    strips = cdiv(words, width)
     # Those of a strip wait for each other: there must be as many. A small matrix is shared by more than its rows ask for.
-    members = triton.next_power_of_2(triton.cdiv(x.shape[0], rows))
+    members = next_power_of_2(cdiv(x.shape[0], rows))
     while members > programs:
         members //= 2
     while 2 * strips * members <= programs and members * height < x.shape[0]:
@@ -134,7 +135,7 @@ def quantize_columns(
     parts = torch.empty(items * 2 * width, dtype=torch.int32, device=x.device)
     columns_kernel[(min(items, programs),)](
         x.view(torch.int32), turned.view(torch.int32), scales, flag, parts, place, quarter, words, x.stride(0) // 2, items,
-        triton.cdiv(x.shape[0], members * height), MEMBERS=members, ROWS=height, WIDTH=width, C=constants,
+        cdiv(x.shape[0], members * height), MEMBERS=members, ROWS=height, WIDTH=width, C=constants,
         **gpu_meeting.options(x, warps, registers),
     )  # fmt: skip
     return True

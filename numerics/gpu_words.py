@@ -15,6 +15,7 @@ import triton.language as tl
 from numerics.gpu_kernels import Constants, report
 from numerics.gpu_pairs import raised, scale_and_inverse, store_row, takes
 from numerics.recipe import Recipe
+from numerics.sizes import cdiv, next_power_of_2
 
 _HIGH_MAGNITUDE = tl.constexpr(0x7FFF0000)
 # Words of a program that takes several runs; of a warp; most warps of a program; words of the longest run that it holds.
@@ -90,10 +91,10 @@ def quantize(
     if recipe.scaling == "block1x128":
         length = stride = 64
     runs = x.numel() // (2 * length)
-    width = triton.next_power_of_2(length)
+    width = next_power_of_2(length)
     # Codes are converted four at a time.
-    height = max(min(_WORDS // width, triton.next_power_of_2(runs)), 64 // width, 1)
-    runs_kernel[(triton.cdiv(runs, height),)](
+    height = max(min(_WORDS // width, next_power_of_2(runs)), 64 // width, 1)
+    runs_kernel[(cdiv(runs, height),)](
         source, target, scales, flag, runs, length, stride, ROWS=height, WIDTH=width,
         EVEN=width == length and runs % height == 0, C=constants,
         num_warps=max(1, min(_WARPS, height * width // _OF_A_WARP)), enable_fp_fusion=False,
