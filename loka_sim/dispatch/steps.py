@@ -179,7 +179,7 @@ def step(
     bf16_gemms: Counter[Row] = Counter()
     gemms: Counter[Row] = Counter()
     apart: Counter[Row] = Counter()  # what a whole step launches beside what is fused
-    others: Counter[Row] = Counter()
+    others = Counter(row for site in sites for row in site.around.rows)
     inside = converted or [False] * len(sites)
     alike = Counter(
         (site.shape, tuple(assignment.items()), fused) for site, assignment, fused in zip(sites, assignments, inside, strict=True)
@@ -193,7 +193,6 @@ def step(
             apart[run if run in times.of else row] += count * (not (fused and torch_makes(row)))
     fp8_sites = fp8_passes = unsafe = 0
     for site, assignment in zip(sites, assignments, strict=True):
-        others.update(site.around.rows)
         fp8 = [(which, kernel) for which, kernel in assignment.items() if KERNELS[kernel].is_fp8]
         fp8_sites += bool(fp8)
         fp8_passes += len(fp8)
