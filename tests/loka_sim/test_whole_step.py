@@ -10,7 +10,7 @@ import pytest
 
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.operands import Row
-from loka_sim.dispatch.steps import speedup, whole
+from loka_sim.dispatch.steps import ALIKE, speedup, whole
 from loka_sim.modelspec import Table, load
 from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE
 from loka_sim.whatif import whatif
@@ -103,9 +103,7 @@ def test_fused_quantization_stands_in_the_place_of_quantizers():
     # What the activations and their gradients wrote for bf16 GEMMs is not written, and read once less.
     bf16 = sum(time.us for time in by_kind(found.others).values())
     assert bf16 < rest < bf16 + decided.quantize_us
-    assert found.timelines["decision"].total_us == pytest.approx(
-        gemms + sum(other.time.us for other in fused.others), rel=1e-3
-    )
+    assert found.timelines["decision"].total_us == pytest.approx(gemms + sum(other.time.us for other in fused.others), rel=1e-3)
 
 
 def test_what_is_the_same_on_both_sides_draws_a_speedup_to_one():
@@ -113,12 +111,13 @@ def test_what_is_the_same_on_both_sides_draws_a_speedup_to_one():
     times = Times({fast: Time(100.0, 100.0, 100.0), slow: Time(150.0, 140.0, 160.0)}, frozenset())
     rows, than = Counter([fast]), Counter([slow])
     assert speedup(times, rows, than) == pytest.approx((1.5, 1.4, 1.6))
-    same = {"row": Time(100.0, 90.0, 120.0)}
-    found = speedup(times, rows, than, same, same)
+    here, there = {"row": Time(100.0, 90.0, 120.0)}, {"row": Time(100.0, 90.0, 120.1)}  # of other kernels
+    found = speedup(times, rows, than, here, there)
     assert found.us == pytest.approx((150 + 100) / (100 + 100))
-    # 0.05 from the GEMM, and a gain of 50 us over 190 to 220 us: 1.263 to 1.227.
-    assert found.low_us == pytest.approx(1.25 - (0.05**2 + (0.125 * 0.2) ** 2) ** 0.5)
-    assert found.high_us == pytest.approx(1.25 + (0.05**2 + (0.125 * 0.1) ** 2) ** 0.5)
+    # 0.05 from the GEMM; 20% of 100 us on both sides at once move the ratio by 0.025, each for itself by 0.1 and 0.125.
+    kind = ALIKE * 0.125**2 + (1 - ALIKE) * (0.5**2 + 0.625**2)
+    assert found.low_us == pytest.approx(1.25 - (0.05**2 + kind * 0.2**2) ** 0.5)
+    assert found.high_us == pytest.approx(1.25 + (0.05**2 + kind * 0.1**2) ** 0.5)
 
 
 def test_kernels_that_one_side_alone_runs_move_the_speedup_by_their_own_error():
@@ -127,8 +126,23 @@ def test_kernels_that_one_side_alone_runs_move_the_speedup_by_their_own_error():
     found = speedup(times, both, both, {"row": Time(100.0, 80.0, 110.0)}, {"row": Time(60.0, 48.0, 66.0)})
     # Of the kind 60 us stand against 100 us: 20% less of both, and the ratio is 148 to 180.
     assert found.us == pytest.approx(160 / 200)
-    assert found.high_us == pytest.approx(0.8 + 0.2 * (0.8 * 100 - 60) / 200)
-    assert found.low_us == pytest.approx(0.8 - 0.1 * (0.8 * 100 - 60) / 200)
+    kind = ALIKE * ((0.8 * 100 - 60) / 200) ** 2 + (1 - ALIKE) * ((60 / 200) ** 2 + (0.8 * 100 / 200) ** 2)
+    assert found.high_us == pytest.approx(0.8 + 0.2 * kind**0.5)
+    assert found.low_us == pytest.approx(0.8 - 0.1 * kind**0.5)
+
+
+def test_a_step_is_surely_as_fast_as_itself():
+    times = Times({(row := Row("torch/bf16", 1, 1, 1)): Time(100.0, 90.0, 120.0)}, frozenset())
+    both, kinds = Counter([row]), {"row": Time(100.0, 80.0, 110.0)}
+    assert speedup(times, both, both, kinds, kinds, {False: 0.1, True: 0.1}) == (1.0, 1.0, 1.0)
+
+
+def test_gemms_of_a_precision_are_off_together():
+    fast, slow = Row("torch/fp8_rowwise_fast", 1, 1, 1), Row("torch/bf16", 1, 1, 1)
+    times = Times({fast: Time(100.0, 100.0, 100.0), slow: Time(150.0, 150.0, 150.0)}, frozenset())
+    found = speedup(times, Counter([fast]), Counter([slow]), off={False: 0.04, True: 0.06})
+    # One precision on either side: neither shares its error with the other.
+    assert found.high_us - 1.5 == pytest.approx(1.5 * (0.04**2 + 0.06**2) ** 0.5)
 
 
 def test_errors_of_a_kind_add_and_those_of_kinds_do_not():
