@@ -33,9 +33,7 @@ FUSED = (
 )  # fmt: skip
 """Families of fused kernels."""
 GEMMS = ("gemm_bf16", "gemm_fp8")
-
-
-SECTOR_BYTES = 32
+SECTOR_BYTES = 32  # what a GPU fetches at least
 
 
 def family(kind: str, label: str, kept: int, unordered_bytes: int) -> str:
