@@ -1,7 +1,15 @@
-"""Refine the time model from what one machine measured, with intervals that say how good that is."""
+"""Refine the time model from what one machine measured, with intervals that say how good that is.
+
+    python -m perfmodel.refine CALIBRATION
+
+makes a calibration's refinement anew from the measurements in it, where the time model that ships has changed since.
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
+from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
@@ -11,8 +19,8 @@ import pandas as pd
 from perfmodel.correction import Array, Local, choose_local, fit_local, fit_machine
 from perfmodel.judge import SHAPE, accuracy_of
 from perfmodel.kernels import KERNELS
-from perfmodel.model import SIZE_CLASSES_US, PerfModel, columns_of, size_class
-from perfmodel.refinement import LEAST_ROWS, NEW, NORMAL_90, Correction, Refinement, apply, inputs, interval, with_base
+from perfmodel.model import SIZE_CLASSES_US, PerfModel, columns_of, load, size_class
+from perfmodel.refinement import LEAST_ROWS, NEW, NORMAL_90, Correction, Refinement, apply, inputs, interval, read, with_base
 
 FOLDS = 5
 COVERAGE = 0.90
@@ -256,3 +264,24 @@ def refine(base: PerfModel, rows: pd.DataFrame, seed: int = 0) -> Refinement:
         accuracy_of(before, *(before[name].to_numpy() for name in ("base_us", "low_us", "high_us"))),
         accuracy_of(prepared, time, low, high), pd.DataFrame({"time_us": time, "low_us": low, "high_us": high}),
     )  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m perfmodel.refine", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("calibration", type=Path, help="folder that loka-sim validate or collect wrote")
+    folder = parser.parse_args(arguments).calibration
+    try:
+        document, _, rows = read(folder)
+        refinement = refine(load(document["hardware"]), rows)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    refinement.save(folder)
+    for name, after in refinement.accuracy_after["kinds"].items():
+        print(f"{name}: {after['n']} rows, {after['mape']:.1%} off on shapes held out, {after['coverage']:.0%} in 90% intervals")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -208,31 +208,7 @@ class Refinement:
         Raises:
             ValueError: no refinement, of another schema, hardware or base, or damaged; one line that names the file.
         """
-        path = Path(folder) / "perfmodel" / "manifest.json"
-        document = read_json(path)
-        if document.get("kind") != KIND:
-            raise ValueError(f"{path} is no refinement of the time model; make one with: loka-sim validate --gpu --out DIR")
-        check_version(path, document, SCHEMA_VERSION)
-        if document["hardware"] != base.hardware.name:
-            raise ValueError(f"{path} was made for {document['hardware']}, not {base.hardware.name}")
-        if document["base_fingerprint"] != base.fingerprint:
-            raise ValueError(
-                f"{path} corrects the time model {document['base_fingerprint']}, and this is {base.fingerprint}; "
-                "measure again with: loka-sim validate --gpu"
-            )
-        arrays_path = path.parent / document["arrays"]
-        if not arrays_path.is_file():
-            raise ValueError(f"{arrays_path} is missing; copy the calibration folder whole")
-        data = arrays_path.read_bytes()
-        stated = document.pop("fingerprint", None)
-        intact = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16] == stated
-        if not intact or hashlib.sha256(data).hexdigest() != document["arrays_sha256"]:
-            raise ValueError(f"{arrays_path if intact else path} is truncated or changed; copy the calibration folder again")
-        with np.load(io.BytesIO(data), allow_pickle=False) as archive:
-            arrays = dict(archive)
-        rows = pd.DataFrame({"kernel": np.asarray(document["kernels"], dtype=object)[arrays["kernel"]]})
-        for column in (*SHAPE, "p10_us", "p50_us", "p90_us"):
-            rows[column] = arrays[column]
+        document, arrays, rows = read(folder, base)
         corrections = {}
         for name, entry in document["corrections"].items():
             local = None
@@ -245,6 +221,44 @@ class Refinement:
             base, rows, corrections, document["bounds"], document["repeat"],
             document["accuracy_before"], document["accuracy_after"],
         )  # fmt: skip
+
+
+def read(folder: Path, base: PerfModel | None = None) -> tuple[dict[str, Any], dict[str, Array], pd.DataFrame]:
+    """What `Refinement.save` wrote: the manifest, the arrays, and of these the measured rows.
+
+    Args:
+        folder: The calibration.
+        base: The time model that it must correct; None for whichever.
+
+    Raises:
+        ValueError: as `Refinement.load`.
+    """
+    path = Path(folder) / "perfmodel" / "manifest.json"
+    document = read_json(path)
+    if document.get("kind") != KIND:
+        raise ValueError(f"{path} is no refinement of the time model; make one with: loka-sim validate --gpu --out DIR")
+    check_version(path, document, SCHEMA_VERSION)
+    if base is not None and document["hardware"] != base.hardware.name:
+        raise ValueError(f"{path} was made for {document['hardware']}, not {base.hardware.name}")
+    if base is not None and document["base_fingerprint"] != base.fingerprint:
+        raise ValueError(
+            f"{path} corrects the time model {document['base_fingerprint']}, and this is {base.fingerprint}; "
+            f"make it anew of the same measurements, without a GPU: python -m perfmodel.refine {folder}"
+        )
+    arrays_path = path.parent / document["arrays"]
+    if not arrays_path.is_file():
+        raise ValueError(f"{arrays_path} is missing; copy the calibration folder whole")
+    data = arrays_path.read_bytes()
+    stated = document.pop("fingerprint", None)
+    intact = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16] == stated
+    if not intact or hashlib.sha256(data).hexdigest() != document["arrays_sha256"]:
+        raise ValueError(f"{arrays_path if intact else path} is truncated or changed; copy the calibration folder again")
+    with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+        arrays = dict(archive)
+    rows = pd.DataFrame({"kernel": np.asarray(document["kernels"], dtype=object)[arrays["kernel"]]})
+    for column in (*SHAPE, "p10_us", "p50_us", "p90_us"):
+        rows[column] = arrays[column]
+    return document, arrays, rows
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import perfmodel
 from perfmodel.correction import fit_local, fit_machine
 from perfmodel.fit import SHAPE, read_timings
 from perfmodel.model import CALIBRATION, PerfModel, columns_of, model_file, network_file
-from perfmodel.refine import LEAST_ROWS_NEW, interval_bounds, least_needed, refine
+from perfmodel.refine import LEAST_ROWS_NEW, interval_bounds, least_needed, main, refine
 from perfmodel.refinement import Refinement
 from perfmodel.roofline import roofline_us
 
@@ -184,6 +184,23 @@ def test_saving_again_replaces(base, halves, refinement, tmp_path):
     other.save(tmp_path)
     assert len(list((tmp_path / "perfmodel").glob("*"))) == 2
     assert perfmodel.load("h200", calibration=tmp_path).fingerprint == other.model.fingerprint != refinement.model.fingerprint
+
+
+def test_a_calibration_outlives_the_time_model_that_it_was_made_of(base, halves, tmp_path, capsys):
+    """Made of a model that is no more, it is refused with the command that makes it anew of the same rows."""
+    older = replace(base, manifest={**base.manifest, "command": "an older fit"})
+    rows = halves[0].iloc[:120]
+    refine(older, rows).save(tmp_path)
+    with pytest.raises(ValueError, match="without a GPU: python -m perfmodel.refine") as raised:
+        perfmodel.load("h200", calibration=tmp_path)
+    assert "\n" not in str(raised.value)
+    assert main([str(tmp_path)]) == 0
+    assert "gemm: 120 rows" in capsys.readouterr().out
+    pd.testing.assert_frame_equal(
+        perfmodel.load("h200", calibration=tmp_path).predict(halves[1]), refine(base, rows).model.predict(halves[1])
+    )
+    assert main([str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def edit(path, **changes):
