@@ -2,8 +2,8 @@
 
 As `numerics.gpu_pairs`, whose arithmetic they share, and equal to the last bit to `numerics.quantization`: maxima are of words
 of 32 bits, and a quotient is a product and a fused multiply-add. An H200 takes bytes fastest from many small programs: with
-eight words a thread they reach 91 to 101% of a copy's bandwidth from 1 MB up, blocks of 128 x 128 86% at 8 MB
-(`benchmarks/kernels_gpu.py` compares at 8 to 268 MB).
+eight words a thread rows reach 95 to 101% of a copy's bandwidth at 8 to 268 MB, blocks of 128 x 128 84 to 101%
+(`python benchmarks/kernels_gpu.py`).
 """
 
 from __future__ import annotations
