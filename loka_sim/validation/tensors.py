@@ -61,7 +61,8 @@ def observe_zoo(name: str, mods: Sequence[str], seed: int, stop: Event | None = 
     shape = zoo.input_shape(small)
     training, held_out = (
         datasets.open_dataset("synthetic", None, split, shape=shape, seed=seed, rows=rows)
-        for split, rows in zip(datasets.SPLITS, (STEPS * BATCH * 2, BATCH), strict=True)
+        # Of the second split a tenth is made.
+        for split, rows in zip(datasets.SPLITS, (STEPS * BATCH * 2, 10 * BATCH), strict=True)
     )
     config = TrainingConfig(steps=STEPS, batch=BATCH, seed=seed, collect=COLLECTED, min_count=1)
     run = train(small, _Stoppable(training, stop or Event()), held_out, config, mods=mods, recipes=recipes())
