@@ -190,12 +190,15 @@ def step(
         (site.shape, tuple(assignment.items()), fused) for site, assignment, fused in zip(sites, assignments, inside, strict=True)
     )
     for (shape, entries, fused), count in alike.items():
-        for which, kernel in shape.bf16().items():
-            bf16_gemms[Row(kernel, *shape.gemm(which))] += count
-        for row in flat(launches(shape, dict(entries), toolbox)):
+        runs, stays = dict(entries), shape.bf16()
+        in_bf16 = tuple(Row(kernel, *shape.gemm(which)) for which, kernel in stays.items())
+        for row in in_bf16:
+            bf16_gemms[row] += count
+        for row in in_bf16 if runs == stays else flat(launches(shape, runs, toolbox)):
             gemms[row] += count
-            run = row._replace(kernel=RUN_AS.get(row.kernel, row.kernel)) if fused else row
-            apart[run if run in times.of else row] += count * (not (fused and torch_makes(row)))
+            if beside is not None:
+                run = row._replace(kernel=RUN_AS.get(row.kernel, row.kernel)) if fused else row
+                apart[run if run in times.of else row] += count * (not (fused and torch_makes(row)))
     fp8_sites = fp8_passes = unsafe = 0
     for site, assignment in zip(sites, assignments, strict=True):
         fp8 = [(which, kernel) for which, kernel in assignment.items() if KERNELS[kernel].is_fp8]
@@ -203,7 +206,7 @@ def step(
         fp8_passes += len(fp8)
         unsafe += sum(not site.accuracies[entry].mere < max_mere for entry in fp8)
     quantize = Counter({row: count for row, count in gemms.items() if KERNELS[row.kernel].kind in ("quantize", "layout")})
-    gemm_us = times.sum(gemms)
+    gemm_us, dense = times.sum(gemms), gemms + others
     complete = None
     if beside is not None:
         rest = beside if beside_converted is None else beside_converted
@@ -213,8 +216,8 @@ def step(
         gaps_us = rest["gap"].us if "gap" in rest else 0.0
         complete = whole(between.interval(apart), rest, together), ratio, gaps_us
     return Step(
-        name, label, description, times.interval(gemms + others),
+        name, label, description, times.interval(dense),
         gemm_us, times.sum(quantize), times.sum(others),
-        speedup(times, gemms + others, bf16_gemms + others), times.sum(bf16_gemms) / gemm_us,
+        speedup(times, dense, bf16_gemms + others), times.sum(bf16_gemms) / gemm_us,
         fp8_sites, fp8_passes, unsafe, *(complete or ()),
     )  # fmt: skip
