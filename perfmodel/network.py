@@ -8,7 +8,10 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +32,9 @@ REACH = 4.0
 # Rows are multiplied in blocks of just this many, the last one filled up: a row's value then does not depend on those that
 # it came with, as it would in its last bits if the matrix library met another number of rows.
 _BLOCK = 512
+# A block is too small for the matrix library's threads, which wait for each other longer than they multiply; many are shared
+# out whole.
+THREADS, _BLOCKS_A_THREAD = 2, 4
 
 
 def _gate(x: Array) -> Array:
@@ -36,6 +42,14 @@ def _gate(x: Array) -> Array:
     gate = x * np.float32(1 / 6)
     gate += np.float32(0.5)
     return np.clip(gate, np.float32(0), np.float32(1), out=gate)
+
+
+@cache
+def _threads() -> Any:
+    """What sets the number of the matrix library's threads."""
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController()
 
 
 @dataclass(frozen=True)
@@ -60,8 +74,14 @@ class Network:
         """The network's value for each row of features, (rows,)."""
         x = np.zeros((-(-len(matrix) // _BLOCK) * _BLOCK, matrix.shape[1]), dtype=np.float32)
         x[: len(matrix)] = self._normal(matrix)
-        result = np.concatenate([np.empty(0), *(self._forward(block)[-1][:, 0] for block in x.reshape(-1, _BLOCK, x.shape[1]))])
-        return self.level + self.spread * result[: len(matrix)]
+        blocks = x.reshape(-1, _BLOCK, x.shape[1])
+        with _threads().limit(limits=1, user_api="blas"):
+            if len(blocks) < _BLOCKS_A_THREAD * THREADS:
+                parts = [self._forward(block)[-1][:, 0] for block in blocks]
+            else:
+                with ThreadPoolExecutor(THREADS) as pool:
+                    parts = list(pool.map(lambda block: self._forward(block)[-1][:, 0], blocks))
+        return self.level + self.spread * np.concatenate([np.empty(0), *parts])[: len(matrix)]
 
     def _normal(self, matrix: npt.NDArray[np.floating]) -> Array:
         scaled = (matrix - self.mean) / self.deviation
