@@ -291,8 +291,7 @@ class RefinedModel(PerfModel):
         result = {}
         for kernel, part in self.refinement.rows.groupby("kernel"):
             p10, p50, p90 = (part[name].to_numpy() for name in ("p10_us", "p50_us", "p90_us"))
-            spec = KERNELS[str(kernel)]
-            compiled = COMPILED_REPEAT.get(spec.kind, 0.0) if spec.library == "torch" else 0.0
+            compiled = COMPILED_REPEAT.get(KERNELS[str(kernel)].kind, 0.0) if str(kernel).startswith("torch/") else 0.0
             again = 1 + max(self.refinement.repeat, compiled)
             low, high = np.minimum(p10, p50 / again), np.maximum(p90, p50 * again)
             result[str(kernel)] = (pd.MultiIndex.from_arrays(columns_of(part)), np.stack([p50, low, high], axis=1))
