@@ -14,13 +14,14 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch import library as torch_library
 
 from hil.kernels.base import E4M3
 from perfmodel.kernels import KERNELS
 
 Matrix = torch.Tensor
 
-_LIBRARY = torch.library.Library("loka", "DEF")
+_LIBRARY = torch_library.Library("loka", "DEF")
 # Strides are kept as traced: the kernels want rows side by side.
 _TAGS = (torch.Tag.needs_fixed_stride_order,)
 
@@ -115,7 +116,7 @@ def _product_fake(a: Matrix, b: Matrix, scale_a: Matrix, scale_b: Matrix, kernel
 def runs(kernel: str) -> bool:
     """Whether an operator of this module runs a kernel of `perfmodel.KERNELS`."""
     spec = KERNELS[kernel]
-    return spec.library in ("loka", "fbgemm") and (spec.makes is not None or (spec.kind == "gemm" and spec.is_fp8))
+    return kernel.startswith(("loka/", "fbgemm/")) and (spec.makes is not None or (spec.kind == "gemm" and spec.is_fp8))
 
 
 for _name, _signature, _run, _fake in (
@@ -126,4 +127,4 @@ for _name, _signature, _run, _fake in (
     _LIBRARY.define(_name + _signature, tags=_TAGS)
     for _device in ("CUDA", "CPU"):
         _LIBRARY.impl(_name, _run, _device)
-    torch.library.register_fake(f"loka::{_name}", _fake, lib=_LIBRARY)
+    torch_library.register_fake(f"loka::{_name}", _fake, lib=_LIBRARY)
