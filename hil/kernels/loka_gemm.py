@@ -15,6 +15,7 @@ import torch
 
 from hil.kernels.base import E4M3, GEMM_LIMIT, Runner, Shape, product_error
 from hil.timing import BufferPool
+from numerics.sizes import cdiv
 from perfmodel.gemm_plan import STEP, Plan, parts_of, plan_of
 
 
@@ -46,7 +47,7 @@ def fp8_gemm(
     target = torch.empty((len(pieces), m, n), dtype=torch.float32, device=a.device) if split else out
     operands = (b, a, target, scale_b, scale_a, n, m) if plan.swapped else (a, b, target, scale_a, scale_b, m, n)
     high, wide = operands[5:]
-    tiles = _ceil(high, plan.rows) * _ceil(wide, plan.columns)
+    tiles = cdiv(high, plan.rows) * cdiv(wide, plan.columns)
     with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
         kernels.gemm_kernel[(tiles, len(pieces))](
             *operands, k, pieces[0].stop, *((1, n) if plan.swapped else (n, 1)),
@@ -57,16 +58,12 @@ def fp8_gemm(
         if split:
             # Few outputs of many parts: small programs, many loads in flight.
             block, ahead = (32, 32) if m * n <= 2**14 and len(pieces) > 16 else (128, 16 if len(pieces) > 8 else 8)
-            kernels.sum_kernel[(_ceil(m * n, block),)](
+            kernels.sum_kernel[(cdiv(m * n, block),)](
                 target, out, scale_a, scale_b, len(pieces), m * n, n,
                 BLOCK=block, AHEAD=ahead, ROWWISE=rowwise, OVERLAP=overlap,
                 num_warps=1, enable_fp_fusion=False, launch_pdl=overlap,
             )  # fmt: skip
     return out
-
-
-def _ceil(size: int, divisor: int) -> int:
-    return -(-size // divisor)
 
 
 def _check(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> bool:
