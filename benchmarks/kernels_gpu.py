@@ -361,7 +361,8 @@ def main() -> int:
     if options.out:
         document = {
             "schema_version": 2, "machine": fingerprint(),
-            "command": f"python benchmarks/kernels_gpu.py --out data/h200/kernels.json{' --quick' * options.quick}",
+            "command": f"python benchmarks/kernels_gpu.py --out data/h200/kernels.json --workers {options.workers}"
+            + " --quick" * options.quick,
             "datasheet": DATASHEET, "ceilings": ceilings, "gemms": shapes, "quantizers": made, "problems": problems,
         }  # fmt: skip
         options.out.write_text(json.dumps(document, indent=1, default=str) + "\n")
