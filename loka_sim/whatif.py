@@ -7,9 +7,7 @@ site, and the step times of the decision and of what a user would do without it.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +26,7 @@ from loka_sim.dispatch.steps import SiteCost, Step
 from loka_sim.dispatch.torchao_plan import convertible, expressible
 from loka_sim.errors import UserError, expected_of_lower_floors
 from loka_sim.fp8_step import Converted
+from loka_sim.garbage import uncollected
 from loka_sim.model_steps import model_steps
 from loka_sim.modelspec import ModelSpec, Site
 from loka_sim.sources import Distributions, distributions, model_spec
@@ -173,6 +172,7 @@ class WhatIf:
             for name, launched in LAUNCHED.items()
         }
 
+    @uncollected()
     def to_dict(self) -> dict[str, Any]:
         """The `--json` document, see schemas/whatif.schema.json."""
         from loka_sim.document import document
@@ -180,19 +180,7 @@ class WhatIf:
         return document(self)
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Pause the collector of cycles: records by the hundred thousand are none, and looking is a fifth of 1,000 sites' time."""
-    paused = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if paused:
-            gc.enable()
-
-
-@_uncollected()
+@uncollected()
 def whatif(
     model: str | ModelSpec,
     *,
