@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ _COMPILED_FOR = 8000
 # Below this the operands stay in the L2, as they do when `hil.collect` rotates as many buffers as it may.
 _RESIDENT_BYTES = 8e5
 _MARKER = "spin_kernel"
+# Elements of a block that shares a scale, along N and K.
+_BLOCK = 128
 
 
 def drawn(count: int, seed: int, kernels: Collection[str] = TORCH) -> list[Shape]:
@@ -54,9 +57,10 @@ def drawn(count: int, seed: int, kernels: Collection[str] = TORCH) -> list[Shape
 
     Without the kinds that none of the kernels takes, and with as many grouped ones as batched where a kernel takes those.
     """
+    rows = min((KERNELS[name].multiple_m for name in kernels if KERNELS[name].multiple_n == _BLOCK), default=4)
     share: tuple[tuple[Callable[[int, int], list[Shape]], float], ...] = (
         (gemm_shapes, 0.56), (tall_shapes, 0.07), (wide_shapes, 0.08), (interaction_shapes, 0.16), (batched_shapes, 0.05),
-        (_block_shapes, 0.08), (grouped_shapes, 0.21),
+        (partial(_block_shapes, rows=rows), 0.08), (grouped_shapes, 0.21),
     )  # fmt: skip
     kinds = {"grouped" if "grouped" in name else KERNELS[name].kind for name in kernels}
     of: dict[Any, str] = {interaction_shapes: "batched_gemm", batched_shapes: "batched_gemm", grouped_shapes: "grouped"}
@@ -68,10 +72,10 @@ def drawn(count: int, seed: int, kernels: Collection[str] = TORCH) -> list[Shape
     return [legal[i] for i in np.random.default_rng(seed).permutation(len(legal))]
 
 
-def _block_shapes(count: int, seed: int) -> list[Shape]:
-    """`gemm_shapes` brought to what block scaling needs: N and K multiples of 128."""
+def _block_shapes(count: int, seed: int, rows: int) -> list[Shape]:
+    """`gemm_shapes` brought to what block scaling needs: N and K multiples of 128, M one of `rows`."""
     return [
-        Shape(4 * max(1, round(s.m / 4)), *(128 * max(1, round(size / 128)) for size in (s.n, s.k)))
+        Shape(rows * max(1, round(s.m / rows)), *(_BLOCK * max(1, round(size / _BLOCK)) for size in (s.n, s.k)))
         for s in gemm_shapes(count, seed)
     ]
 

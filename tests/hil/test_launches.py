@@ -68,6 +68,9 @@ def test_shapes_are_drawn_for_the_kernels_asked_for():
     assert {s.groups for s in grouped} & {26, 512} and all(s.n % 16 == s.k % 16 == 0 and s.groups <= 1023 for s in grouped)
     own = launches.drawn(500, 5, ["loka/fp8_rowwise_fast", "fbgemm/fp8_rowwise_fast"])
     assert own and all(s.groups == 1 and s.k % 16 == 0 for s in own)
+    square = launches.drawn(500, 5, ["fbgemm/fp8_block128"])
+    assert len(square) > 40 and all(s.m % 128 == s.n % 128 == s.k % 128 == 0 for s in square)
+    assert len({s.m for s in square}) > 20
 
 
 def test_a_form_of_our_own_gemm_is_compiled_once():
