@@ -1,4 +1,4 @@
-"""Records made while the collector of cycles is paused are not looked at by the next collection of new objects, and cycles still go."""
+"""Records made while the collector of cycles is paused start no collection afterwards, and cycles among them still go."""
 
 import gc
 import weakref
