@@ -6,7 +6,8 @@
 
 Forward and backward of the model as `loka-sim validate` runs it (bf16, tables cut to 10,000 rows), the step timed as it
 is called and as one CUDA graph, then profiled. Writes `MODEL-BATCH-VARIANT.json`: step times, a row per kernel name
-(launches a step, microseconds a step, kind, torch.compile's account of its bytes) and one step's launches in order.
+(launches a step, microseconds a step, kind, torch.compile's account of its bytes), one step's launches in order, and what of
+a step's time is the host's (`benchmarks/host_times.py`).
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from typing import Any
 import torch
 import torch._inductor.config
 
+from benchmarks.host_times import host_times
 from hil.compiled import Kernel, kernel_launches, recorded
 from hil.fingerprint import fingerprint
-from loka_sim.validation.runnable import runnable
+from loka_sim.validation.runnable import Runnable, runnable
 from loka_sim.validation.step_time import (
     Convert,
     as_it_is,
@@ -63,6 +65,14 @@ def converter(variant: str, table: Path | None) -> Convert:
 
 def _median_ms(step: Callable[[], None], turns: int) -> float:
     return statistics.median(time_steps({"step": step}, turns)["step"])
+
+
+def _tensors(model: Runnable) -> dict[str, int]:
+    """Parameters, modules and inputs of a model, which a host looks after in every step."""
+    made = model.make()
+    return {
+        "parameters": sum(1 for _ in made.parameters()), "modules": sum(1 for _ in made.modules()), "inputs": len(model.inputs()),
+    }  # fmt: skip
 
 
 def profiled(step: Callable[[], None], kernels: dict[str, Kernel]) -> dict[str, Any]:
@@ -138,6 +148,8 @@ def main() -> int:
         "machine": fingerprint(),
         "compiled_in_s": compiled_in,
         "step_ms": _median_ms(step, options.turns),
+        "host": host_times(step),
+        "tensors": _tensors(model),
     }
     if not options.no_profile:
         result |= profiled(step, kernels)
