@@ -35,6 +35,7 @@ from hil.lock import GpuLock
 from hil.measure import Rows, Work, Workers, attempt, progress
 from hil.shapes import SWEEPS as GEMM_AND_MEMORY_SWEEPS
 from hil.shapes import gemm_shapes
+from hil.warm import compile_ahead
 from perfmodel.kernels import KERNELS
 
 COLUMNS = (
@@ -66,6 +67,8 @@ FAMILIES = {
 SAVE_SECONDS = 60.0
 # Kernels of one shape that a worker compiles, and then measures in turn: more at once, and the last worker works alone.
 AT_ONCE = 4
+# Of the time that there is, what compiling ahead takes at most.
+AHEAD_SHARE = 0.4
 
 
 def linear_shapes(count: int, seed: int) -> list[Shape]:
@@ -148,6 +151,8 @@ def collect(
             break
         if family != "gemm":
             torch._dynamo.reset()
+            # Functions that share a wrapper count as one, and beyond the limit would run uncompiled.
+            torch._dynamo.config.recompile_limit = 256
         fresh = attempt(shape, names, pool, lock, deadline)
         rows += len(fresh)
         on_rows(fresh)
@@ -262,11 +267,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--until", type=float, help="the same as a Unix time, instead of --minutes")
     parser.add_argument("--workers", type=int, default=1, help="processes that compile in parallel (they measure one at a time)")
     parser.add_argument(
+        "--ahead",
+        type=int,
+        default=0,
+        metavar="N",
+        help="processes that compile everything first and end, for one to measure alone",
+    )
+    parser.add_argument(
         "--requests", type=Path, metavar="DIR", help="measure what others ask for in this folder, one after another"
     )
     parser.add_argument("--lock", type=Path, help="file that whoever uses this GPU for long locks (see hil.lock)")
     options = parser.parse_args(arguments)
     deadline = options.until if options.until is not None else time.time() + 60 * options.minutes
+    if options.ahead and options.workers > 1:
+        parser.error("--ahead is for one measuring process; leave out --workers")
 
     kinds = FAMILIES[options.family]
     names = matching(kinds, options.kernels)
@@ -326,6 +340,11 @@ def _sweep(
         wanted = [name for name in legal if (name, shape.m, shape.n, shape.k, shape.groups) not in measured]
         size = AT_ONCE if workers else len(wanted) or 1
         work += [(shape, wanted[first : first + size]) for first in range(0, len(wanted), size)]
+    if options.ahead and work:
+        import torch
+
+        torch._inductor.config.compile_threads = 1
+        compile_ahead(work, options.ahead, time.time() + AHEAD_SHARE * (deadline - time.time()), lock)
     used, library = [KERNELS[name] for name in available_kernels(matching(kinds, options.kernels))], attrgetter("library")
     run = {
         "sweep": sweep,

@@ -184,6 +184,30 @@ def wide_memory_shapes(count: int, seed: int) -> list[Shape]:
     return list(operands)[:count]
 
 
+def narrow_memory_shapes(count: int, seed: int) -> list[Shape]:
+    """`count` distinct (rows, columns) at the edges: inputs and outputs of few or odd features, few rows, small weights.
+
+    Rows 256 to 524,288 of 1 to 96 or an odd number of columns; 1 to 1,024 rows of up to 16,384 columns; weights of such layers.
+    """
+    rng = np.random.default_rng(seed)
+
+    def few(largest: int) -> int:
+        return int(np.exp(rng.uniform(0, np.log(largest + 1))))
+
+    shapes: dict[Shape, None] = {}
+    while len(shapes) < count:
+        draw = rng.random()
+        if draw < 0.5:
+            rows, columns = _rows(rng, 256, 524288), few(96) if rng.random() < 0.8 else _feature(rng, odd=1.0)
+        elif draw < 0.8:
+            rows, columns = few(1024), _feature(rng, 16384, odd=0.3)
+        else:
+            rows, columns = _feature(rng, 2048, odd=0.3), _feature(rng, odd=0.5)
+        if rows * columns <= _MAX_OPERAND // 2:
+            shapes[Shape(rows, 1, columns)] = None
+    return list(shapes)
+
+
 # Sweeps that can be drawn, by family and name, with how many shapes they take by default.
 SWEEPS = {
     ("gemm", "lrm"): (mixed_shapes, 4000),
@@ -193,4 +217,5 @@ SWEEPS = {
     ("gemm", "grouped"): (grouped_shapes, 500),
     ("memory", "lrm"): (memory_shapes, 320),
     ("memory", "wide"): (wide_memory_shapes, 100),
+    ("memory", "narrow"): (narrow_memory_shapes, 120),
 }
