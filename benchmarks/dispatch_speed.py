@@ -82,8 +82,7 @@ def measure(
     clock.part("errors")
     decider = Decider(times, Policy(), toolbox)
     alike = {(shape, id(some)): (shape, found) for (shape, some), found in zip(asked, accuracies, strict=True)}
-    for shape, found in alike.values():
-        decider.decide(shape, found)
+    decider.decide(list(alike.values()))
     clock.part("decisions")
     whole = Clock()
     answer = loka_sim.whatif(model(sites, shapes, seed + 1), libraries=libraries, statistics=statistics, calibration=calibration)

@@ -323,17 +323,22 @@ def _decide(
     """Decisions and predicted errors per site; sites that are alike are decided once."""
     distributions = [known.of(site.name) for site in spec.sites]
     accuracies = errors.of_sites(list(zip(shapes, distributions, strict=True)))
-    memo: dict[tuple[SiteShape, int, bool], _Decisions] = {}
-    decided = []
-    for site, shape, statistics, found in zip(spec.sites, shapes, distributions, accuracies, strict=True):
-        key = (shape, id(statistics), convertible(site.name, site.op, site.weight))
-        if key not in memo:
-            passes = decider.decide(shape, found)
-            beyond = any(KERNELS[p.kernel].is_fp8 and p.kernel not in torchao.toolbox.gemms for p in passes.values())
-            beyond |= any(KERNELS[row.kernel].library != "torch" for p in passes.values() for row in p.rows)
-            memo[key] = passes, torchao.decide(shape, found) if beyond and key[2] else None
-        decided.append(memo[key])
-    return decided, accuracies
+    keys = [
+        (shape, id(statistics), convertible(site.name, site.op, site.weight))
+        for site, shape, statistics in zip(spec.sites, shapes, distributions, strict=True)
+    ]
+    alike = {key: (shape, found) for key, shape, found in zip(keys, shapes, accuracies, strict=True)}
+    decided = dict(zip(alike, decider.decide(list(alike.values())), strict=True))
+    again = [key for key, passes in decided.items() if key[2] and _beyond(passes, torchao.toolbox)]
+    anew = dict(zip(again, torchao.decide([alike[key] for key in again]), strict=True))
+    return [(decided[key], anew.get(key)) for key in keys], accuracies
+
+
+def _beyond(passes: Mapping[str, PassDecision], torchao: Toolbox) -> bool:
+    """Whether a site's decision is more than torchao can run."""
+    gemms = (decided.kernel for decided in passes.values() if KERNELS[decided.kernel].is_fp8)
+    launched = (KERNELS[row.kernel] for decided in passes.values() for row in decided.rows)
+    return any(gemm not in torchao.gemms for gemm in gemms) or any(spec.library != "torch" for spec in launched)
 
 
 def _hardware(timing: PerfModel) -> dict[str, Any]:

@@ -11,15 +11,18 @@ Each gain must also be sure, see `Times.surely_less`. Of the admissible ones the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from loka_sim.dispatch.candidates import Row, SiteShape, illegal, launches, operand_makers, shared_tensors
 from loka_sim.dispatch.cost import Time, Times
+from loka_sim.dispatch.layout import Place
 from loka_sim.dispatch.operands import TORCH, Toolbox
-from loka_sim.dispatch.site_costs import Place, SiteCosts
+from loka_sim.dispatch.site_costs import SiteCosts, Sites, price
 from perfmodel.kernels import KERNELS
 
 FAST, NOT_WORTH_IT, UNSAFE, ILLEGAL = STATUSES = ("fast", "not_worth_it", "unsafe", "illegal")
@@ -121,59 +124,76 @@ class Decider:
         self.toolbox = replace(toolbox, us={row: time.us for row, time in times.of.items()}.__getitem__)
         self._costs: dict[SiteShape, SiteCosts] = {}
 
-    def costs(self, shape: SiteShape) -> SiteCosts:
-        """Costs of a site's assignments."""
-        if shape not in self._costs:
-            self._costs[shape] = SiteCosts(shape, self.times, self.toolbox, self.policy.min_speedup)
-        return self._costs[shape]
-
-    def best(self, shape: SiteShape, accuracies: Accuracies, accurate_only: bool = True) -> Place:
-        """The fastest admissible assignment of a site."""
-        return self._best(self.costs(shape), self._inaccurate(accuracies) if accurate_only else frozenset())
-
-    @staticmethod
-    def _best(costs: SiteCosts, without: frozenset[tuple[str, str]]) -> Place:
-        """The fastest admissible assignment of a site that runs none of these (pass, kernel)."""
-        if not without:
-            return costs.best()
-        return costs.best([
-            [(name, kernel) not in without for kernel in kernels]
-            for name, kernels in zip(costs.shape.names, costs.options, strict=True)
-        ])  # fmt: skip
+    def costs(self, shapes: Iterable[SiteShape]) -> list[SiteCosts]:
+        """Costs of sites' assignments."""
+        shapes = list(shapes)
+        fresh = (shape for shape in shapes if shape not in self._costs)
+        self._costs.update(price(fresh, self.times, self.toolbox, self.policy.min_speedup))
+        return [self._costs[shape] for shape in shapes]
 
     def _inaccurate(self, accuracies: Accuracies) -> frozenset[tuple[str, str]]:
         """FP8 kernels of passes that are not safe."""
         most = self.policy.max_mere
         return frozenset(entry for entry, accuracy in accuracies.items() if not accuracy.mere < most)
 
-    def assignment(self, shape: SiteShape, accuracies: Accuracies) -> dict[str, str]:
-        """The kernels of the fastest admissible assignment of a site."""
-        return self.costs(shape).kernels(self.best(shape, accuracies))
+    def assignments(self, sites: Sequence[tuple[SiteShape, Accuracies]]) -> list[dict[str, str]]:
+        """The kernels of the fastest admissible assignment of each site."""
+        costs = self.costs(shape for shape, _ in sites)
+        places = _best(costs, [self._inaccurate(accuracies) for _, accuracies in sites])
+        return [each.kernels(place) for each, place in zip(costs, places, strict=True)]
 
-    def decide(self, shape: SiteShape, accuracies: Accuracies) -> dict[str, PassDecision]:
-        """Decide what each pass of a site runs.
+    def decide(self, sites: Sequence[tuple[SiteShape, Accuracies]]) -> list[dict[str, PassDecision]]:
+        """Decide what each pass of each site runs.
 
         Args:
-            shape: The site's GEMMs at a batch.
-            accuracies: Predicted error of every legal FP8 kernel of every pass.
+            sites: The GEMMs of each at a batch, and the predicted error of every legal FP8 kernel of every pass.
 
         Returns:
-            The decision per pass, in the order they run.
+            Of each the decision per pass, in the order they run.
         """
-        costs = self.costs(shape)
-        unsafe = self._inaccurate(accuracies)
-        place = self._best(costs, unsafe)
-        decided, stays = costs.kernels(place), shape.bf16()
-        reckless = costs.kernels(costs.best()) if unsafe else decided
+        costs = self.costs(shape for shape, _ in sites)
+        unsafe = [self._inaccurate(accuracies) for _, accuracies in sites]
+        places = _best(costs, unsafe)
+        reckless = list(places)
+        dared = [number for number, some in enumerate(unsafe) if some]
+        for number, place in zip(dared, _best([costs[number] for number in dared]), strict=True):
+            reckless[number] = place
+        added = _added(costs, places)
+        return [
+            self._decision(*entry)
+            for entry in zip(costs, (accuracies for _, accuracies in sites), unsafe, places, reckless, added, strict=True)
+        ]
+
+    def _decision(
+        self,
+        costs: SiteCosts,
+        accuracies: Accuracies,
+        unsafe: frozenset[tuple[str, str]],
+        place: Place,
+        dared: Place,
+        added: list[Time],
+    ) -> dict[str, PassDecision]:
+        """A site's decision per pass.
+
+        Args:
+            costs: Of its assignments.
+            accuracies: Predicted errors.
+            unsafe: FP8 kernels of passes that are not safe.
+            place: What it runs.
+            dared: What it would run were errors no matter.
+            added: What each kernel of each pass adds to it.
+        """
+        shape, options = costs.shape, costs.structure.options
+        decided, reckless, stays = costs.kernels(place), costs.kernels(dared), shape.bf16()
         launched, makers = launches(shape, decided, self.toolbox), operand_makers(shape, decided, self.toolbox)
-        added = costs.added(place)
-        result = {}
+        result, first = {}, 0
         for axis, name in enumerate(shape.names):
             kernel = decided[name]
-            candidates = self._candidates(costs, axis, added[axis], accuracies)
+            candidates = self._candidates(costs, axis, added[first : first + len(options[axis])], accuracies)
+            first += len(options[axis])
             if KERNELS[kernel].is_fp8:
                 status = FAST
-            elif len(costs.options[axis]) == 1:
+            elif len(options[axis]) == 1:
                 status = ILLEGAL
             elif (name, reckless[name]) in unsafe:
                 status = UNSAFE
@@ -193,7 +213,7 @@ class Decider:
 
     def _candidates(self, costs: SiteCosts, axis: int, added: list[Time], accuracies: Accuracies) -> tuple[Candidate, ...]:
         """Everything considered for a pass, bf16 first."""
-        shape, options = costs.shape, costs.options[axis]
+        shape, options = costs.shape, costs.structure.options[axis]
         name = shape.names[axis]
         priced = dict(zip(options, zip(costs.gemm_us(axis), added, strict=True), strict=True))
         stays = shape.bf16()[name]
@@ -214,7 +234,41 @@ def decide_site(
     shape: SiteShape, times: Times, accuracies: Accuracies, policy: Policy, toolbox: Toolbox = TORCH
 ) -> dict[str, PassDecision]:
     """Decide what each pass of one site runs, see `Decider`."""
-    return Decider(times, policy, toolbox).decide(shape, accuracies)
+    return Decider(times, policy, toolbox).decide([(shape, accuracies)])[0]
+
+
+def _best(costs: Sequence[SiteCosts], without: Sequence[frozenset[tuple[str, str]]] | None = None) -> list[Place]:
+    """The fastest admissible assignment of each site, of those that run none of its (pass, kernel) in `without`."""
+    result: list[Place] = [()] * len(costs)
+    for sites, numbers in _together(costs).items():
+        masks = None
+        if without is not None and any(without[number] for number in numbers):
+            masks = [
+                np.array([[(name, kernel) not in without[number] for kernel in kernels] for number in numbers])
+                for name, kernels in zip(sites.structure.names, sites.structure.options, strict=True)
+            ]
+        found = sites.best(np.array([costs[number].number for number in numbers]), masks)
+        for number, place in zip(numbers, found.tolist(), strict=True):
+            result[number] = tuple(place)
+    return result
+
+
+def _added(costs: Sequence[SiteCosts], places: Sequence[Place]) -> list[list[Time]]:
+    """`Sites.added` of each site."""
+    result: list[list[Time]] = [[]] * len(costs)
+    for sites, numbers in _together(costs).items():
+        found = sites.added(np.array([costs[number].number for number in numbers]), np.array([places[n] for n in numbers]))
+        for number, each in zip(numbers, found, strict=True):
+            result[number] = each
+    return result
+
+
+def _together(costs: Sequence[SiteCosts]) -> dict[Sites, list[int]]:
+    """Places of those that are priced together."""
+    found: dict[Sites, list[int]] = {}
+    for number, each in enumerate(costs):
+        found.setdefault(each.sites, []).append(number)
+    return found
 
 
 @dataclass(frozen=True)
@@ -240,7 +294,7 @@ class _Explained:
         bf16, runner_up = self.candidates[0].total, self.runner_up
         assert bf16 is not None
         if self.status == FAST:
-            chosen = by_kernel[self.costs.options[self.axis][self.place[self.axis]]]
+            chosen = by_kernel[self.costs.structure.options[self.axis][self.place[self.axis]]]
             assert chosen.total is not None and chosen.accuracy is not None
             sharing = f"; shares the quantized {' and '.join(shared)} with another pass" if shared else ""
             return (
@@ -261,7 +315,7 @@ class _Explained:
             least = min(c.accuracy.mere for c in self.candidates if c.accuracy is not None)
             return f"no FP8 kernel is surely faster, and none is accurate: the least MERE is {least:.3f}"
         place = list(self.place)
-        place[self.axis] = self.costs.options[self.axis].index(runner_up.kernel)
+        place[self.axis] = self.costs.structure.options[self.axis].index(runner_up.kernel)
         shortfall = self.costs.shortfall(tuple(place))
         assert runner_up.total is not None
         if shortfall is None:

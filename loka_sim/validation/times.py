@@ -96,8 +96,7 @@ def unseen_times(answer: WhatIf, refinement: Any) -> Times:
 def decided_unseen(answer: WhatIf, times: Times) -> list[tuple[Row, ...]]:
     """Launches of a model's sites, decided anew by other times."""
     decider = Decider(times, Policy(answer.settings.max_mere, answer.settings.min_speedup), answer.toolbox)
-    memo: dict[Any, tuple[Row, ...]] = {}
-    result = []
+    keys, distinct = [], {}
     for site in answer.sites:
         accuracies: Accuracies = {
             (name, candidate.kernel): candidate.accuracy
@@ -105,11 +104,11 @@ def decided_unseen(answer: WhatIf, times: Times) -> list[tuple[Row, ...]]:
             for candidate in decided.candidates
             if candidate.accuracy is not None
         }
-        key = site.shape, tuple(sorted((pair, accuracy.mere) for pair, accuracy in accuracies.items()))
-        if key not in memo:
-            memo[key] = flat(launches(site.shape, decider.assignment(site.shape, accuracies), decider.toolbox))
-        result.append(memo[key])
-    return result
+        keys.append((site.shape, tuple(sorted((pair, accuracy.mere) for pair, accuracy in accuracies.items()))))
+        distinct[keys[-1]] = site.shape, accuracies
+    assignments = zip(distinct, decider.assignments(list(distinct.values())), strict=True)
+    launched = {key: flat(launches(key[0], assignment, decider.toolbox)) for key, assignment in assignments}
+    return [launched[key] for key in keys]
 
 
 def of_decision(decided: Sequence[tuple[Row, ...]], times: Times, measured: Times) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.decide import flat
 from loka_sim.dispatch.export import export_with_notes
 from loka_sim.dispatch.operands import LIBRARIES, Toolbox, parse_libraries
-from loka_sim.dispatch.site_costs import SiteCosts
+from loka_sim.dispatch.site_costs import price
 from loka_sim.errors import DataError, UserError
 from loka_sim.run_folder import save_run
 from loka_sim.schemas import problem
@@ -224,14 +224,15 @@ def priced(seed):
 def test_all_assignments_at_once_are_each_one_alone(seed):
     """Of a square layer, whose passes and tensors are of one size: equal launches are off together."""
     times, toolbox = priced(seed)
-    costs = SiteCosts(SHAPE, times, toolbox, 1.05)
+    costs = price([SHAPE], times, toolbox, 1.05)[SHAPE]
+    options = costs.structure.options
     rng = np.random.default_rng(seed)
     places = np.stack([rng.integers(0, size, 200) for size in costs.totals.shape], axis=1)
     others = np.stack([rng.integers(0, size + 1, 200) for size in costs.totals.shape], axis=1)
     us, low, high = costs.difference(places, others)
     for number, (place, other) in enumerate(zip(places, others, strict=True)):
         kernels = costs.kernels(tuple(place))
-        without = {n: costs.options[i][other[i]] for i, n in enumerate(SHAPE.names) if other[i] < len(costs.options[i])}
+        without = {n: options[i][other[i]] for i, n in enumerate(SHAPE.names) if other[i] < len(options[i])}
         rows = flat(launches(SHAPE, kernels, toolbox))
         expected = times.difference(rows, flat(launches(SHAPE, without, toolbox)))
         assert (us[number], low[number], high[number]) == pytest.approx(expected, abs=1e-9)
