@@ -84,7 +84,7 @@ def document(answer: WhatIf) -> dict[str, Any]:
         "steps": [_step(step, settings.batch) for step in answer.steps],
         "communication": communication_document(answer),
         "others": [_other(other) for other in answer.others],
-        "sites": [_site(site, answer.times) for site in answer.sites],
+        "sites": [_site(site, answer.run) for site in answer.sites],
         "times": [[*row, *answer.times.of[row]] for row in sorted(answer.times.of)],
         "statements": [{"level": level, "text": text} for level, text in statements(answer)],
         "next": next_command(answer),

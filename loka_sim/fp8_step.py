@@ -37,10 +37,12 @@ class Converted:
     Attributes:
         others: Every kernel, quantization among them.
         sites: Those whose quantization is among them.
+        torchao: Whether torchao's linears run it, see `taken`.
     """
 
     others: tuple[Other, ...]
     sites: frozenset[str]
+    torchao: bool = True
 
     @property
     def by_kind(self) -> Mapping[str, Time]:
@@ -48,14 +50,23 @@ class Converted:
         return by_kind(self.others)
 
 
-def taken(shape: SiteShape, assignment: Assignment, makers: Makers) -> dict[str, dict[str, Taken]]:
-    """What each FP8 pass of a site takes of x, w and g that torch quantizes."""
+def taken(shape: SiteShape, assignment: Assignment, makers: Makers, torchao: bool = True) -> dict[str, dict[str, Taken]]:
+    """What each FP8 pass of a site takes of x, w and g that torch quantizes.
+
+    Args:
+        shape: The site.
+        assignment: Kernel per pass.
+        makers: What quantizes.
+        torchao: Whether torchao's linears run it: these multiply some GEMMs' scales behind them (`RUN_AS`), and find all in FP64;
+            `dispatch.runtime` does not.
+    """
     found: dict[str, dict[str, Taken]] = {}
     for name, kernel in assignment.items():
         spec = KERNELS[kernel]
         for (tensor, turned), takes in zip(shape.reads(name), (spec.takes_a, spec.takes_b), strict=True):
             if takes is not None and KERNELS[makers[name][tensor]].library == "torch":
-                found.setdefault(name, {})[tensor] = Taken(takes, turned, *shape.tensor(tensor), kernel in RUN_AS)
+                after = torchao and kernel in RUN_AS
+                found.setdefault(name, {})[tensor] = Taken(takes, turned, *shape.tensor(tensor), after, torchao)
     return found
 
 
@@ -65,6 +76,7 @@ def converted(
     shapes: Sequence[SiteShape],
     assignments: Sequence[Assignment],
     makers: Sequence[Makers],
+    torchao: bool = True,
 ) -> Converted | None:
     """What stands beside the GEMMs of a step whose passes run these kernels; None where that is not known, or is bf16's.
 
@@ -74,6 +86,7 @@ def converted(
         shapes: Of each site.
         assignments: Of each site.
         makers: Of each site.
+        torchao: As `taken` takes it.
     """
     if not spec.loops:
         return None
@@ -82,14 +95,14 @@ def converted(
     assigned: dict[tuple[str, str], dict[str, Taken]] = {}
     sites = []
     for site, shape, assignment, made in zip(spec.sites, shapes, assignments, makers, strict=True):
-        passes = taken(shape, assignment, made)
+        passes = taken(shape, assignment, made, torchao)
         if passes and all((site.name, name) in named for name in passes):
             sites.append(site.name)
             assigned |= {(site.name, name): operands for name, operands in passes.items()}
     if not sites:
         return None
     found = of_step(spec, hardware, kernels=fused(step, assigned))
-    return Converted(found, frozenset(sites)) if found else None
+    return Converted(found, frozenset(sites), torchao) if found else None
 
 
 def fused(step: Lowered, assigned: Assigned) -> list[Fused]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from loka_sim.dispatch.baselines import BASELINES
-from loka_sim.dispatch.candidates import Row, operand_makers
-from loka_sim.dispatch.cost import Time, Times
+from loka_sim.dispatch.candidates import operand_makers
+from loka_sim.dispatch.cost import Times
 from loka_sim.dispatch.decide import Decider
 from loka_sim.dispatch.operands import Toolbox
 from loka_sim.dispatch.steps import SiteCost, Step, step
@@ -21,6 +21,22 @@ if TYPE_CHECKING:
     from perfmodel.hardware import HardwareSpec
 
 
+class Runs(NamedTuple):
+    """What runs a way of assigning kernels, as far as its launches' times go.
+
+    Attributes:
+        times: Of each launch by itself.
+        between: Of each as it runs in a whole step; None where that is not known.
+        off: By which share GEMMs may be off together there, see `whole_step.gemms_in_step`.
+        torchao: Whether torchao's linears run it, see `whole_step.by_torchao`; else `dispatch.runtime`.
+    """
+
+    times: Times
+    between: Times | None
+    off: Mapping[bool, float]
+    torchao: bool
+
+
 def model_steps(
     spec: ModelSpec,
     costs: Sequence[SiteCost],
@@ -29,7 +45,7 @@ def model_steps(
     torch: Toolbox,
     others: tuple[Other, ...],
     hardware: HardwareSpec,
-    in_step: tuple[Mapping[Row, Time], Mapping[bool, float]] = ({}, {}),
+    runs: Mapping[str, Runs],
 ) -> tuple[tuple[Step, ...], Converted | None]:
     """Step times of bf16, the baselines and the decision, and what stands beside the GEMMs of the last.
 
@@ -41,24 +57,24 @@ def model_steps(
         torch: torch's kernels, which baselines and torchao run.
         others: What stands beside the GEMMs in bf16; nothing where the specification does not say.
         hardware: The GPU.
-        in_step: What `whole_step.gemms_in_step` says of the launches.
+        runs: What runs torchao's conversions (`torchao`) and the decision (`decision`).
     """
     beside = by_kind(others) if others else None
-    between = Times(in_step[0], decider.times.outside) if in_step[0] else None
 
     def made(
         name: str, label: str, description: str, assignments: Sequence[Mapping[str, str]], toolbox: Toolbox
     ) -> tuple[Step, Converted | None]:
         found = None
+        times, between, off, torchao = runs["decision" if name == "decision" else "torchao"]
         if others:
             shapes = [cost.shape for cost in costs]
             makers = [operand_makers(*entry, toolbox) for entry in zip(shapes, assignments, strict=True)]
-            found = converted(spec, hardware, shapes, assignments, makers)
+            found = converted(spec, hardware, shapes, assignments, makers, torchao)
         inside = [] if found is None else [site.name in found.sites for site in spec.sites]
         fp8 = None if found is None else found.by_kind
-        times, max_mere = decider.times, decider.policy.max_mere
         summed = step(
-            name, label, description, costs, assignments, times, max_mere, toolbox, beside, inside, fp8, between, in_step[1]
+            name, label, description, costs, assignments, times, decider.policy.max_mere, toolbox,
+            beside, inside, fp8, between, off, torchao,
         )  # fmt: skip
         return summed, found
 

@@ -39,6 +39,7 @@ class Taken(NamedTuple):
         rows: Rows of the tensor as it is stored.
         columns: Its columns.
         after: Its scale is multiplied to the GEMM's output by a kernel behind it.
+        wide: Its scale is computed in FP64, as torchao does it.
     """
 
     scaling: str
@@ -46,6 +47,7 @@ class Taken(NamedTuple):
     rows: int
     columns: int
     after: bool = False
+    wide: bool = False
 
     @property
     def across(self) -> bool:
@@ -208,7 +210,7 @@ class _Quantized:
         made[key] = self._buffer(elements)
         along = how.scaling != "tensorwise" and not how.across  # a scale for what lies side by side: there when its turn comes
         sources = {**turned, (made[scale], ""): Access(self.sizes[made[scale]], along)}
-        operators |= CAST | (BY_COLUMNS if how.across else frozenset())
+        operators |= CAST | (BY_COLUMNS if how.across and how.wide else frozenset())
         yield Scheduled(
             "cast", "pointwise", (elements, 1), sources, {made[key]: elements}, operators=operators, backward=gemm.backward
         )

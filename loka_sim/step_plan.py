@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from loka_sim.communication import Collective, Communication, Unit
 from loka_sim.dispatch.candidates import Row
 from loka_sim.dispatch.cost import Time
-from loka_sim.dispatch.steps import torch_makes
+from loka_sim.dispatch.steps import as_run, torch_makes
 from perfmodel.kernels import KERNELS
 from perfmodel.timeline import COMPUTE, Op, Timeline, schedule
 
@@ -322,13 +322,17 @@ def timeline(
             own quantizers.
     """
     others = beside(answer, converted)
+    # What is known of all kernels holds the norms, activations and bias gradients that each site knows of too.
+    between = answer.runs.between if answer.runs else None
+    known = times or (between or answer.run).of
 
     def unfused(site: SiteDecision, name: str) -> Sequence[Row]:
         rows = launched(site, name)
-        inside = converted is not None and site.site.name in converted.sites
-        return [row for row in rows if not (inside and torch_makes(row))]
+        if converted is None or site.site.name not in converted.sites:
+            return rows
+        beside_gemms = [row for row in rows if not torch_makes(row)]
+        # What multiplies the scales behind these is among the others.
+        return [as_run(row, known) if converted.torchao else row for row in beside_gemms]
 
-    # What is known of all kernels holds the norms, activations and bias gradients that each site knows of too.
-    known = times or answer.between or answer.times.of
     pieces = site_pieces(answer.sites, known, unfused, around=not others)
     return schedule(plan([*pieces, *others], answer.communication))

@@ -13,7 +13,8 @@ from loka_sim.dispatch.table import load
 from loka_sim.errors import DataError, expected_of_lower_floors
 from loka_sim.fp8_step import converted
 from loka_sim.step_plan import timeline
-from loka_sim.whole_step import gemms_in_step
+from loka_sim.whole_step import by_torchao, gemms_in_step
+from perfmodel.kernels import KERNELS
 from perfmodel.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -78,7 +79,10 @@ def table_timeline(answer: WhatIf, path: str | Path) -> Timeline:
 
     shapes = [site.shape for site in answer.sites]
     fp8 = None
+    torchao = all(KERNELS[row.kernel].library == "torch" for row in wanted)
+    if torchao:
+        times = dict(by_torchao(Times(times), model.hardware).of)
     if answer.others:
-        fp8 = converted(answer.spec, model.hardware, shapes, assignments, made)
+        fp8 = converted(answer.spec, model.hardware, shapes, assignments, made, torchao)
         times, _ = gemms_in_step(times, model.hardware)
     return timeline(answer, launched, times, fp8)

@@ -8,7 +8,7 @@ site, and the step times of the decision and of what a user would do without it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from loka_sim.communication import Communication, Parallel, communication
 from loka_sim.dispatch.accuracy import Errors
 from loka_sim.dispatch.around import Around, around
 from loka_sim.dispatch.candidates import Row, SiteShape, possible_rows
-from loka_sim.dispatch.cost import Time, Times
+from loka_sim.dispatch.cost import Times
 from loka_sim.dispatch.decide import Accuracies, Decider, PassDecision, Policy
 from loka_sim.dispatch.operands import DEFAULT_LIBRARIES, Toolbox, parse_libraries
 from loka_sim.dispatch.steps import SiteCost, Step
@@ -27,11 +27,12 @@ from loka_sim.dispatch.torchao_plan import convertible, expressible
 from loka_sim.errors import UserError, expected_of_lower_floors
 from loka_sim.fp8_step import Converted
 from loka_sim.garbage import uncollected
-from loka_sim.model_steps import model_steps
+from loka_sim.model_steps import Runs, model_steps
 from loka_sim.modelspec import ModelSpec, Site
 from loka_sim.sources import Distributions, distributions, model_spec
 from loka_sim.step_plan import DECISION, LAUNCHED, timeline
-from loka_sim.whole_step import Other, gemms_in_step, of_step
+from loka_sim.whole_step import Other, by_torchao, gemms_in_step, of_step
+from perfmodel import hardware as hardware_module
 from perfmodel.kernels import KERNELS
 from perfmodel.timeline import Timeline
 from perfmodel.topology import Cluster
@@ -137,7 +138,7 @@ class WhatIf:
         parallel: How the job is spread over GPUs.
         others: What the step holds beside the sites' GEMMs; nothing where the specification does not say.
         converted: The same of the step as decided, its quantization among them; None where it is not known.
-        between: Launches as they run between the other kernels of a whole step; nothing where that is not known.
+        runs: What runs the decision, and its launches' times then; None for these alone.
     """
 
     settings: Settings
@@ -152,7 +153,17 @@ class WhatIf:
     parallel: Parallel = Parallel()
     others: tuple[Other, ...] = ()
     converted: Converted | None = None
-    between: Mapping[Row, Time] = field(default_factory=dict)
+    runs: Runs | None = None
+
+    @property
+    def run(self) -> Times:
+        """Times of launches as what runs the decision has them."""
+        return self.times if self.runs is None else self.runs.times
+
+    def as_run(self, times: Times) -> Times:
+        """Other times of launches by themselves, as what runs the decision has them."""
+        torchao = self.runs is not None and self.runs.torchao
+        return by_torchao(times, hardware_module.load(self.settings.hardware)) if torchao else times
 
     @property
     def decision(self) -> Step:
@@ -256,7 +267,9 @@ def whatif(
             rows |= possible_rows(shape, torch)
     times = Times.predict(timing, rows)
     errors = Errors(toolbox, {} if measured is None else measured.mere_factors)
-    decider, torchao = Decider(times, policy, toolbox), Decider(times, policy, expressible(torch))
+    run_by_torchao, exported = by_torchao(times, timing.hardware), chosen == DEFAULT_LIBRARIES
+    run = run_by_torchao if exported else times
+    decider, torchao = Decider(run, policy, toolbox), Decider(run_by_torchao, policy, expressible(torch))
     decided, accuracies = _decide(spec, shapes, known, decider, torchao, errors)
     sites = tuple(
         SiteDecision(site, shape, passes, beside, times.sum(beside.rows), known.how(site.name), anew)
@@ -264,11 +277,21 @@ def whatif(
     )
     costs = [SiteCost(*entry) for entry in zip(shapes, arounds, accuracies, strict=True)]
     others = of_step(spec, timing.hardware)
-    between, off = gemms_in_step(times.of, timing.hardware) if others else ({}, {})
-    steps, fp8 = model_steps(spec, costs, sites, decider, torch, others, timing.hardware, (between, off))
+    runs = {"torchao": _runs(run_by_torchao, timing, others, True)}
+    runs["decision"] = runs["torchao"] if exported else _runs(run, timing, others, False)
+    steps, fp8 = model_steps(spec, costs, sites, decider, torch, others, timing.hardware, runs)
     return WhatIf(
-        settings, spec, _hardware(timing), known, sites, steps, exchanged, times, decider.toolbox, parallel, others, fp8, between
-    )
+        settings, spec, _hardware(timing), known, sites, steps, exchanged, times, decider.toolbox, parallel, others, fp8,
+        runs["decision"],
+    )  # fmt: skip
+
+
+def _runs(times: Times, timing: PerfModel, others: Sequence[Other], torchao: bool) -> Runs:
+    """Times of launches alone, and where a step's other kernels are known, as they run between these."""
+    if not others:
+        return Runs(times, None, {}, torchao)
+    between, off = gemms_in_step(times.of, timing.hardware)
+    return Runs(times, Times(between, times.outside), off, torchao)
 
 
 def _check(gpus: int, max_mere: float, min_speedup: float) -> None:

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from loka_sim.dispatch.candidates import Row
-from loka_sim.dispatch.cost import Time
+from loka_sim.dispatch.cost import Time, Times
+from loka_sim.dispatch.steps import RUN_AS, as_run
 from loka_sim.modelspec import PASSES, Dim, Fused, ModelSpec, Table
+from loka_sim.quantized_loops import RESCALE
 from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE, Piece
 from perfmodel import hardware as hardware_module
 from perfmodel.in_step import GEMMS, family
@@ -216,6 +218,47 @@ def _times(name: str, capability: tuple[int, ...]) -> FusedModel | None:
         return None
 
 
+def by_torchao(times: Times, hardware: HardwareSpec) -> Times:
+    """Launches as torchao's linears run them: some GEMMs by another kernel, behind which one multiplies the scales (`RUN_AS`).
+
+    Args:
+        times: Of each launch by itself.
+        hardware: The GPU.
+    """
+    runs = [(row, as_run(row, times.of)) for row in times.of if row.kernel in RUN_AS]
+    if not (runs := [(row, instead) for row, instead in runs if instead != row]):
+        return times
+    gemms = np.array([times.of[instead] for _, instead in runs])
+    behind = _rescaled(np.array([row.m for row, _ in runs]), np.array([row.n for row, _ in runs]), hardware)
+    us = gemms[:, 0] + behind[:, 0]
+    below, above = (np.hypot(gemms[:, 0] - gemms[:, end], behind[:, 0] - behind[:, end]) for end in (1, 2))
+    ends = np.stack([us, us - below, us + above], axis=1).tolist()
+    return replace(times, of={**times.of, **{row: Time(*end) for (row, _), end in zip(runs, ends, strict=True)}})
+
+
+def _rescaled(m: np.ndarray, n: np.ndarray, hardware: HardwareSpec) -> np.ndarray:
+    """Times and ends of the kernels that multiply the scales of rows and columns to bf16 matrices, (matrices, 3)."""
+    from perfmodel import fused
+
+    elements, nothing = m * n, np.zeros(len(m))
+    rows = {
+        "kind": np.full(len(m), "pointwise"), "kept": elements, "reduced": np.ones(len(m)),
+        "read_bytes": 2 * elements + 4 * (m + n), "written_bytes": 2 * elements, "unordered_bytes": nothing, "uneven": nothing,
+        "instructions": np.full(len(m), fused.instructions_of(RESCALE | {"mul"})),
+    }  # fmt: skip
+    model = _model_of(hardware)
+    if model is None:
+        us = fused.baseline_us(rows, hardware)
+        return np.stack([us, us, 3.0 * us], axis=1)
+    return model.times(rows)[0]
+
+
+def _model_of(hardware: HardwareSpec) -> FusedModel | None:
+    """Times of memory-bound kernels under a GPU's own ceilings."""
+    model = _times(hardware.name, tuple(hardware.capability))
+    return model if model is None or model.hardware == hardware else replace(model, hardware=hardware)
+
+
 def gemms_in_step(times: Mapping[Row, Time], hardware: HardwareSpec) -> tuple[dict[Row, Time], dict[bool, float]]:
     """Launches as they run between the other kernels of a step, and by which share FP8 GEMMs, and others, may be off together.
 
@@ -259,11 +302,9 @@ def of_step(
     """
     if not spec.fused:
         return ()
-    model = _times(hardware.name, tuple(hardware.capability))
+    model = _model_of(hardware)
     if model is None:
         return ()
-    if model.hardware != hardware:
-        model = replace(model, hardware=hardware)  # with its own ceilings
     step = spec.fused if kernels is None else kernels
     every = [*step, *table_update(spec.tables, spec.batch, optimizer)]
     adds = any(kernel.kind == "scatter" for kernel in spec.fused)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from loka_sim.dispatch.around import Around
@@ -68,12 +68,23 @@ def torch_makes(row: Row) -> bool:
 
 
 RUN_AS = {"torch/fp8_rowwise_split": "torch/fp8_tensorwise_split"}
-"""What torchao runs of a kernel in a step, behind which it multiplies the scales (torchao 0.17, `addmm_float8_unwrapped`)."""
+"""What torchao's linears run instead of a kernel: behind it they multiply the scales (torchao 0.17, `addmm_float8_unwrapped`)."""
 ALIKE = 0.9
 """Part of the variance of a family's error that both sides of a speedup have in common: most of their kernels are the same ones.
 Of 17 measured speedups 14 lie inside their intervals so, 12 if all were in common (`benchmarks/whole_step.py`)."""
 NOTHING: Mapping[str, Time] = {}
 CERTAIN: Mapping[bool, float] = {}
+
+
+def as_run(row: Row, known: Container[Row]) -> Row:
+    """The GEMM that torchao's linears run of a launch, without what multiplies the scales behind it.
+
+    Args:
+        row: A launch.
+        known: Launches that have a time; of another the row stays what it is.
+    """
+    instead = row._replace(kernel=RUN_AS.get(row.kernel, row.kernel))
+    return instead if instead in known else row
 
 
 def by_precision(times: Times, rows: Counter[Row]) -> dict[bool, float]:
@@ -163,6 +174,7 @@ def step(
     beside_converted: Mapping[str, Time] | None = None,
     in_step: Times | None = None,
     off: Mapping[bool, float] = CERTAIN,
+    torchao: bool = True,
 ) -> Step:
     """Add up a model's sites under one assignment each, their operands made by the fastest kernels of a toolbox.
 
@@ -172,7 +184,7 @@ def step(
         description: Of the step.
         sites: The model's.
         assignments: Kernel per pass of each site.
-        times: Of every launch.
+        times: Of every launch, as what runs the assignment has it.
         max_mere: Limit of a safe pass.
         toolbox: What makes the operands.
         beside: Every other kernel of a forward and backward in bf16, by kind; None where it is not known.
@@ -180,6 +192,7 @@ def step(
         beside_converted: Every kernel of this forward and backward beside GEMMs; None where it is bf16's.
         in_step: Of every launch as it runs between the others of a whole step; None for `times`.
         off: As `speedup` takes it, of those.
+        torchao: Whether torchao's linears run it (`as_run`).
     """
     bf16_gemms: Counter[Row] = Counter()
     gemms: Counter[Row] = Counter()
@@ -197,8 +210,8 @@ def step(
         for row in in_bf16 if runs == stays else flat(launches(shape, runs, toolbox)):
             gemms[row] += count
             if beside is not None:
-                run = row._replace(kernel=RUN_AS.get(row.kernel, row.kernel)) if fused else row
-                apart[run if run in times.of else row] += count * (not (fused and torch_makes(row)))
+                run = as_run(row, times.of) if fused and torchao else row
+                apart[run] += count * (not (fused and torch_makes(row)))
     fp8_sites = fp8_passes = unsafe = 0
     for site, assignment in zip(sites, assignments, strict=True):
         fp8 = [(which, kernel) for which, kernel in assignment.items() if KERNELS[kernel].is_fp8]

@@ -108,8 +108,8 @@ def dispatch_part(before: WhatIf, after: WhatIf, refinement: Any, rows: pandas.D
     from loka_sim.validation.regret import changes, measured_times, policies_of, regrets
     from loka_sim.validation.times import decided_unseen, of_decision, unseen_times
 
-    measured = measured_times(rows[rows["sweep"] == "model"])
-    times = unseen_times(after, refinement)
+    measured = after.as_run(measured_times(rows[rows["sweep"] == "model"]))
+    times = after.as_run(unseen_times(after, refinement))
     unseen = decided_unseen(after, times)
     policies = policies_of({"before": before, "after": after})
     # What is accurate is known better by now: the best is among that, and what was taken before may be none of it.

@@ -17,6 +17,7 @@ from loka_sim.whatif import whatif
 from loka_sim.whole_step import (
     CONFLICT_US,
     by_kind,
+    by_torchao,
     conflicts,
     dense_tensors,
     of_step,
@@ -75,7 +76,7 @@ def test_the_parameters_are_those_of_the_layers():
 def gemms_between_others(answer, assignments):
     """Microseconds of a step's GEMMs as they run in it."""
     return sum(
-        answer.between[Row(kernel, *site.shape.gemm(name))].us
+        answer.runs.between.of[Row(kernel, *site.shape.gemm(name))].us
         for site, kernels in zip(answer.sites, assignments, strict=True)
         for name, kernel in kernels.items()
     )
@@ -91,6 +92,36 @@ def test_a_whole_step_is_its_gemms_and_the_rest(answer):
         assert step.whole.low_us < step.whole.us < step.whole.high_us
         assert step.whole_speedup.us == pytest.approx(answer.steps[0].whole.us / step.whole.us)
         assert step.whole_speedup.low_us <= step.whole_speedup.us <= step.whole_speedup.high_us
+
+
+def test_torchao_multiplies_the_scales_of_a_gemm_behind_it():
+    def launches(kernel):
+        return [Row(f"torch/fp8_{kernel}", 4096, 1024, 2048), Row(f"torch/fp8_{kernel}", 512, 256, 128)]
+
+    rowwise, tensorwise, fast = map(launches, ("rowwise_split", "tensorwise_split", "rowwise_fast"))
+    alone = Times(
+        {row: Time(us, 0.9 * us, 1.2 * us) for row, us in zip([*rowwise, *tensorwise, *fast], range(20, 80, 10), strict=True)}
+    )
+    run = by_torchao(alone, H200)
+    assert all(run.of[row] == alone.of[row] for row in (*tensorwise, *fast))
+    behind = [run.of[row].us - alone.of[other].us for row, other in zip(rowwise, tensorwise, strict=True)]
+    # It reads and writes the product once at the least: in bf16, at the bandwidth of a copy.
+    assert all(us > 4 * row.m * row.n / (H200.copy_bandwidth_tbs * 1e6) for us, row in zip(behind, rowwise, strict=True))
+    assert all(run.of[row].low_us < run.of[row].us < run.of[row].high_us for row in rowwise)
+    # Of what has no time nothing is made up.
+    assert by_torchao(Times({row: alone.of[row] for row in rowwise}), H200).of == {row: alone.of[row] for row in rowwise}
+
+
+@pytest.mark.parametrize("libraries", ["torch", "all"])
+def test_dense_and_whole_step_agree_on_what_torchao_runs(libraries):
+    answer = whatif("dcnv2-production", batch=8192, libraries=libraries)
+    rowwise, tensorwise = (next(s for s in answer.steps if s.name == f"naive_{scaling}") for scaling in ("rowwise", "tensorwise"))
+    # GEMMs by themselves are as fast; what torchao's rowwise recipe adds is the scales behind them, in both.
+    apart, together = (rowwise.total.us - tensorwise.total.us, rowwise.whole.us - tensorwise.whole.us)
+    assert apart > 500 and together == pytest.approx(apart, rel=0.25)
+    native = answer.times.of
+    slower = {row for row, time in answer.run.of.items() if time.us > native[row].us}
+    assert {row.kernel for row in slower} == ({"torch/fp8_rowwise_split"} if libraries == "torch" else set())
 
 
 def test_fused_quantization_stands_in_the_place_of_quantizers():
