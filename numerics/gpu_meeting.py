@@ -33,6 +33,10 @@ _READY = 1024
 
 _by_stream: dict[tuple[torch.device, int], torch.Tensor] = {}
 _ready: dict[torch.device, list[torch.Tensor]] = {}
+# All places ever made ready: a graph knows only their addresses, and would write to memory that others were given.
+_kept: list[torch.Tensor] = []
+# Those of captured launches, which nothing else refers to: a graph knows addresses only.
+_captured: list[torch.Tensor] = []
 
 
 def place_of(device: torch.device) -> torch.Tensor | None:
@@ -45,13 +49,17 @@ def place_of(device: torch.device) -> torch.Tensor | None:
         return torch.zeros(ROOM, dtype=torch.int64, device=device)
     ready = _ready.setdefault(device, [])
     if torch.cuda.is_current_stream_capturing():
-        return ready.pop() if ready else None
+        if not ready:
+            return None
+        _captured.append(ready.pop())
+        return _captured[-1]
     stream = torch.cuda.current_stream(device)
     key = device, stream.cuda_stream
     if key not in _by_stream:
         _by_stream[key] = torch.zeros(ROOM, dtype=torch.int64, device=device)
     if len(ready) < _READY // 2:
-        ready += torch.zeros(_READY, ROOM, dtype=torch.int64, device=device).unbind()
+        _kept.append(torch.zeros(_READY, ROOM, dtype=torch.int64, device=device))
+        ready += _kept[-1].unbind()
         stream.synchronize()  # A graph may run on any stream.
     return _by_stream[key]
 

@@ -122,6 +122,25 @@ def test_captured_launches_have_places_of_their_own(monkeypatch):
             assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(scale, expected_scale)
 
 
+def test_no_memory_of_a_captured_launch_is_given_to_others(monkeypatch):
+    """Graphs whose launches took the last of the places that were made at once, beside tensors that are made afterwards."""
+    from numerics import gpu_meeting
+
+    monkeypatch.setattr(gpu_meeting, "_READY", 4)
+    x = torch.randn(512, 1024, device="cuda").bfloat16()
+    monkeypatch.setitem(gpu_meeting._ready, x.device, [])
+    graphs = [capture(lambda _: quantize(x, "tensorwise"), 4) for _ in range(8)]
+    assert len(gpu_meeting._ready[x.device]) == 0
+    others = [torch.full((4, gpu_meeting.ROOM), -1, device="cuda") for _ in range(64)]
+    for graph, _ in graphs:
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(bool((other == -1).all()) for other in others)
+    for _, results in graphs:
+        for result in results:
+            assert_is(result, x, "tensorwise")
+
+
 def sampled(size):
     return torch.linspace(0, size - 1, min(size, 64)).long().unique().cuda()
 
