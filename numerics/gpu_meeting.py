@@ -35,8 +35,6 @@ _by_stream: dict[tuple[torch.device, int], torch.Tensor] = {}
 _ready: dict[torch.device, list[torch.Tensor]] = {}
 # All places ever made ready: a graph knows only their addresses, and would write to memory that others were given.
 _kept: list[torch.Tensor] = []
-# Those of captured launches, which nothing else refers to: a graph knows addresses only.
-_captured: list[torch.Tensor] = []
 
 
 def place_of(device: torch.device) -> torch.Tensor | None:
@@ -49,10 +47,7 @@ def place_of(device: torch.device) -> torch.Tensor | None:
         return torch.zeros(ROOM, dtype=torch.int64, device=device)
     ready = _ready.setdefault(device, [])
     if torch.cuda.is_current_stream_capturing():
-        if not ready:
-            return None
-        _captured.append(ready.pop())
-        return _captured[-1]
+        return ready.pop() if ready else None
     stream = torch.cuda.current_stream(device)
     key = device, stream.cuda_stream
     if key not in _by_stream:
