@@ -20,6 +20,7 @@ from perfmodel.data_folder import data_folder
 from perfmodel.features import features
 from perfmodel.hardware import HardwareSpec
 from perfmodel.kernels import KERNELS
+from perfmodel.memory_costs import estimated_us
 from perfmodel.network import Network
 from perfmodel.roofline import roofline_us
 from perfmodel.trees import Trees
@@ -52,8 +53,21 @@ def size_class(time_us: Array) -> npt.NDArray[np.int64]:
     return np.searchsorted(np.asarray(SIZE_CLASSES_US), time_us, side="right")
 
 
-def baseline_us(kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec) -> Array:
-    """What the trees correct: the roofline plus a launch, in microseconds."""
+def baseline_us(kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec, planned: bool = True) -> Array:
+    """What the trees correct, in microseconds: a memory-bound kernel's costs where they are known, else roofline and launch.
+
+    Args:
+        kernel: Which.
+        m: Rows.
+        n: Columns of the result.
+        k: Contracted dimension.
+        groups: Products.
+        hardware: The GPU.
+        planned: As of `perfmodel.features.features`.
+    """
+    estimate = estimated_us(kernel, m, k, hardware) if planned else None
+    if estimate is not None:
+        return estimate
     return roofline_us(kernel, m, n, k, groups, hardware) + LAUNCH_FLOOR_US
 
 
@@ -182,7 +196,11 @@ class PerfModel:
     def seen(self, kernel: str, sizes: Sizes) -> tuple[list[str], Array, Array | float]:
         """What the trees see of calls of one kernel: names and matrix of features, and the network's value, 0 without one."""
         sizes = at_edge(sizes, self.manifest["kernels"][kernel]["range"])
-        return with_network(*features(kernel, *sizes, self.hardware), self.learned(kernel)[0])
+        return with_network(*features(kernel, *sizes, self.hardware, self.planned(kernel)), self.learned(kernel)[0])
+
+    def planned(self, kernel: str) -> bool:
+        """Whether its trees were fitted with what is known of a memory-bound kernel's launch."""
+        return bool(self.manifest["kernels"][kernel].get("planned"))
 
     def _ratio(self, kernel: str, sizes: Sizes) -> Array:
         """Logarithm of time over baseline of calls of one kernel."""
@@ -232,7 +250,7 @@ class PerfModel:
         for name, rows in _places(kernels).items():
             sizes = m[rows], n[rows], k[rows], groups[rows]
             self._refuse(name, sizes)
-            time = baseline_us(name, *sizes, self.hardware) * np.exp(self._ratio(name, sizes))
+            time = baseline_us(name, *sizes, self.hardware, self.planned(name)) * np.exp(self._ratio(name, sizes))
             factors = np.asarray(self.manifest["kernels"][name]["interval_factors"])[size_class(time)]
             result[rows] = np.stack([time, time * factors[:, 0], time * factors[:, 1]], axis=1)
         columns = dict(zip(("time_us", "low_us", "high_us"), result.T, strict=True))
@@ -254,6 +272,8 @@ class PerfModel:
                 raise ValueError(f"{kernel} cannot run {letter} = {size[wrong][0]:.0f}: it is no multiple of {multiple}")
         if spec.kind == "gemm" and (several := sizes[3] != 1).any():
             raise ValueError(f"{kernel} makes one product, not groups = {sizes[3][several][0]:.0f}; name a batched kernel")
+        if spec.most_k is not None and (long := sizes[2] > spec.most_k).any():
+            raise ValueError(f"{kernel} cannot run K = {sizes[2][long][0]:.0f}: it is more than {spec.most_k}")
         if spec.most_groups is not None and (many := sizes[3] > spec.most_groups).any():
             raise ValueError(f"{kernel} takes at most {spec.most_groups} groups, not {sizes[3][many][0]:.0f}")
 

@@ -46,12 +46,13 @@ Way = tuple[Launch, ...]
 
 
 MULTIPLE = math.lcm(*(size for spec in KERNELS.values() for size in (spec.multiple_m, spec.multiple_n, spec.multiple_k)))
-"""Sizes that leave the same remainder of this are legal alike, whatever the kernel."""
+"""Sizes that leave the same remainder of this are legal alike, whatever the kernel, up to `UNBOUNDED`."""
+UNBOUNDED = min(spec.most_k for spec in KERNELS.values() if spec.most_k is not None)
 
 
 def least(size: int) -> int:
-    """The smallest size that is legal wherever this one is."""
-    return (size - 1) % MULTIPLE + 1
+    """The smallest size known to be legal wherever this one is, and illegal wherever it is not."""
+    return (size - 1) % MULTIPLE + 1 if size <= UNBOUNDED else size
 
 
 _Named = tuple[tuple[str, tuple[bool, ...]], ...]

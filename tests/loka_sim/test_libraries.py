@@ -116,6 +116,16 @@ def test_passes_add_up_to_the_step(answer):
     assert step["step_us"] < narrow["step_us"]
 
 
+def test_a_row_too_long_for_a_quantizer_is_none_of_its():
+    """FBGEMM's takes 24,512 values: a site of 32,768 has other quantizers only, and none is asked for the time of what fails."""
+    toolbox = Toolbox.of(ALL)
+    for width, taken in ((16384, True), (24512, True), (24528, False), (32768, False)):
+        shape = SiteShape((("output", 2048, 512, width, 1),))
+        rows = [row for row in possible_rows(shape, toolbox) if row.kernel == "fbgemm/quantize_rowwise"]
+        assert bool(rows) == taken, width
+        assert all(KERNELS[row.kernel].illegal(row.m, row.n, row.k) is None for row in possible_rows(shape, toolbox))
+
+
 def test_each_quantizer_that_is_read_is_launched_once(answer):
     for site in answer.sites:
         made = Counter(row.kernel for entry in site.passes.values() for row in entry.rows[1:])

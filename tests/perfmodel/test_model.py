@@ -123,6 +123,8 @@ def test_bad_frames_are_refused_by_name(model):
         model.predict(pd.DataFrame({"kernel": ["torch/bf16"], "m": [1]}))
     with pytest.raises(ValueError, match="at least 1"):
         model.predict(rows(("torch/bf16", 0, 16, 16)))
+    with pytest.raises(ValueError, match="fbgemm/quantize_rowwise cannot run K = 32768: it is more than 24512"):
+        model.predict(rows(("fbgemm/quantize_rowwise", 2048, 1, 32768)))
     for wrong in (-64, 0.5, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="k = .* is no size"):
             model.predict(rows(("torch/bf16", 64, 64, wrong)))
