@@ -3,9 +3,9 @@
     python benchmarks/step_kernels.py profiles/*.json --out data/h200/step_kernels.parquet
 
 Takes what `benchmarks/step_profile.py` wrote. A fused kernel is the predicted one over the same elements whose bytes are
-closest, if they are within a quarter, and that has the same slow functions in it; second stages of sums over rows are added to
-their first. GEMMs are those of the specification in order, where torch.compile kept the order, and else by their rank in time
-within their precision. What finds no partner is left out; the share of the time that did is printed.
+closest, if they are within a quarter, and that multiplies scales behind a GEMM if it does; second stages of sums over rows are
+added to their first. GEMMs are those of the specification in order, where torch.compile kept the order, and else by their rank
+in time within their precision. What finds no partner is left out; the share of the time that did is printed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import pandas as pd
 from loka_sim import step_loops
 from loka_sim.dispatch.baselines import BASELINES
 from loka_sim.dispatch.candidates import Row, operand_makers
+from loka_sim.dispatch.steps import EXPORT, RECIPE
 from loka_sim.fp8_step import fused as fused_with_fp8
 from loka_sim.fp8_step import taken
 from loka_sim.modelspec import Fused
@@ -31,10 +32,10 @@ from loka_sim.validation.runnable import TABLE_ROWS
 from loka_sim.whatif import WhatIf, whatif
 from loka_sim.whole_step import described, log_loss, table_gradient
 from perfmodel.fused import COLUMNS
+from perfmodel.in_step import family
 from perfmodel.kernels import KERNELS
 
 CLOSE = 0.25  # of the logarithm of the bytes
-SLOW = {"sin", "cos", "log2", "exp2"}
 STAGE = 1024  # elements that the second stage of a sum adds up at most
 TABLE = "gradient of a table"
 STEP = ("model", "batch", "variant")
@@ -62,10 +63,19 @@ def measured_kernels(profile: dict[str, Any]) -> pd.DataFrame:
         found.append(
             {
                 "kind": kind, "table": table and kind != "scatter", "kept": kept, "reduced": reduced, "bytes": read + written,
-                "written": written, "slow": bool(SLOW & operators), "us": row["median_us"], "left": row["launches"],
+                "written": written, "rescales": _rescales(row["operators"]), "us": row["median_us"], "left": row["launches"],
             }
         )  # fmt: skip
     return pd.DataFrame(found).sort_values("us", ascending=False, ignore_index=True)
+
+
+def _rescales(operators: dict[str, int]) -> bool:
+    """Whether a kernel multiplies the scales of a GEMM's rows and columns: more scales are found than tensors are cast.
+
+    A cast clamps twice, its scale once from below; the product of two scales only has these.
+    """
+    below, above = (operators.get(f"aten.clamp_{end}.default", 0) for end in ("min", "max"))
+    return below - 2 * above >= 2
 
 
 def predicted_kernels(answer: WhatIf, variant: str) -> tuple[list[Fused], list[Row]]:
@@ -78,7 +88,8 @@ def predicted_kernels(answer: WhatIf, variant: str) -> tuple[list[Fused], list[R
         chosen = [baseline.assignment(site.site, site.shape) for site in sites]
     assigned = {}
     for site, kernels in zip(sites, chosen, strict=True):
-        for name, operands in taken(site.shape, kernels, operand_makers(site.shape, kernels)).items():
+        runner = EXPORT if variant == "decision" else RECIPE
+        for name, operands in taken(site.shape, kernels, operand_makers(site.shape, kernels), runner).items():
             assigned[site.site.name, name] = operands
     step = step_loops.read(answer.spec.loops, answer.spec.batch)
     by_name = {site.site.name: (site, kernels) for site, kernels in zip(sites, chosen, strict=True)}
@@ -97,7 +108,7 @@ def paired_fused(measured: pd.DataFrame, kernels: Sequence[Fused], batch: int) -
     known = pd.DataFrame(
         [
             {**described(kernel, batch), "left": float(kernel.count), "table": kernel.label == TABLE,
-             "slow": bool(SLOW & set(kernel.label.split())), "label": kernel.label}
+             "rescales": family(kernel.kind, kernel.label, 1, 0) == "rescale", "label": kernel.label}
             for kernel in kernels
         ]
     )  # fmt: skip
@@ -124,7 +135,9 @@ def _alike(known: pd.DataFrame, row: Any) -> pd.Series:
         return (known["kind"] == row.kind) & (known["table"] == row.table) & (abs(known["kept"] / row.kept - 1) < 0.02)
     space = known["kept"] * known["reduced"] / (row.kept * row.reduced)
     ordinary = ~known["table"] & ~known["kind"].isin(["fill", "scatter", "gather", "external"])
-    return ordinary & (abs(space - 1) < 0.02) & ((known["reduced"] > 1) == (row.reduced > 1)) & (known["slow"] == row.slow)
+    return (
+        ordinary & (abs(space - 1) < 0.02) & ((known["reduced"] > 1) == (row.reduced > 1)) & (known["rescales"] == row.rescales)
+    )
 
 
 def _add_stage(found: Iterable[dict[str, Any]], row: Any, left: float) -> None:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from loka_sim import step_loops
 from loka_sim.dispatch.candidates import Assignment, SiteShape
 from loka_sim.dispatch.cost import Time
-from loka_sim.dispatch.steps import RUN_AS
+from loka_sim.dispatch.steps import EXPORT, RECIPE, RUN_AS, RUNTIME
 from loka_sim.fusion import RawGroup, kernels, measured
 from loka_sim.loops import Lowered
 from loka_sim.modelspec import Dim, Fused, ModelSpec
-from loka_sim.quantized_loops import Assigned, Taken, quantized
+from loka_sim.quantized_loops import FP32, FP64, ROUNDED, Assigned, Taken, quantized
 from loka_sim.whole_step import Other, by_kind, of_step
 from perfmodel.kernels import KERNELS
 
@@ -37,12 +37,12 @@ class Converted:
     Attributes:
         others: Every kernel, quantization among them.
         sites: Those whose quantization is among them.
-        torchao: Whether torchao's linears run it, see `taken`.
+        runner: What runs it, see `taken`.
     """
 
     others: tuple[Other, ...]
     sites: frozenset[str]
-    torchao: bool = True
+    runner: str = EXPORT
 
     @property
     def by_kind(self) -> Mapping[str, Time]:
@@ -50,23 +50,26 @@ class Converted:
         return by_kind(self.others)
 
 
-def taken(shape: SiteShape, assignment: Assignment, makers: Makers, torchao: bool = True) -> dict[str, dict[str, Taken]]:
+SCALES = {RECIPE: ROUNDED, EXPORT: FP64, RUNTIME: FP32}
+"""How rows' scales are found by what runs a step: torchao's rowwise recipe rounds them, what `export` writes does not."""
+
+
+def taken(shape: SiteShape, assignment: Assignment, makers: Makers, runner: str = EXPORT) -> dict[str, dict[str, Taken]]:
     """What each FP8 pass of a site takes of x, w and g that torch quantizes.
 
     Args:
         shape: The site.
         assignment: Kernel per pass.
         makers: What quantizes.
-        torchao: Whether torchao's linears run it: these multiply some GEMMs' scales behind them (`RUN_AS`), and find all in FP64;
-            `dispatch.runtime` does not.
+        runner: What runs it: torchao's linears multiply some GEMMs' scales behind them (`RUN_AS`), `dispatch.runtime` none.
     """
     found: dict[str, dict[str, Taken]] = {}
     for name, kernel in assignment.items():
         spec = KERNELS[kernel]
         for (tensor, turned), takes in zip(shape.reads(name), (spec.takes_a, spec.takes_b), strict=True):
             if takes is not None and KERNELS[makers[name][tensor]].library == "torch":
-                after = torchao and kernel in RUN_AS
-                found.setdefault(name, {})[tensor] = Taken(takes, turned, *shape.tensor(tensor), after, torchao)
+                after = runner != RUNTIME and kernel in RUN_AS
+                found.setdefault(name, {})[tensor] = Taken(takes, turned, *shape.tensor(tensor), after, SCALES[runner])
     return found
 
 
@@ -76,7 +79,7 @@ def converted(
     shapes: Sequence[SiteShape],
     assignments: Sequence[Assignment],
     makers: Sequence[Makers],
-    torchao: bool = True,
+    runner: str = EXPORT,
 ) -> Converted | None:
     """What stands beside the GEMMs of a step whose passes run these kernels; None where that is not known, or is bf16's.
 
@@ -86,7 +89,7 @@ def converted(
         shapes: Of each site.
         assignments: Of each site.
         makers: Of each site.
-        torchao: As `taken` takes it.
+        runner: As `taken` takes it.
     """
     if not spec.loops:
         return None
@@ -95,14 +98,14 @@ def converted(
     assigned: dict[tuple[str, str], dict[str, Taken]] = {}
     sites = []
     for site, shape, assignment, made in zip(spec.sites, shapes, assignments, makers, strict=True):
-        passes = taken(shape, assignment, made, torchao)
+        passes = taken(shape, assignment, made, runner)
         if passes and all((site.name, name) in named for name in passes):
             sites.append(site.name)
             assigned |= {(site.name, name): operands for name, operands in passes.items()}
     if not sites:
         return None
     found = of_step(spec, hardware, kernels=fused(step, assigned))
-    return Converted(found, frozenset(sites), torchao) if found else None
+    return Converted(found, frozenset(sites), runner) if found else None
 
 
 def fused(step: Lowered, assigned: Assigned) -> list[Fused]:

@@ -17,7 +17,8 @@ BOTH_WAYS_ELEMENTS, BOTH_WAYS_ROWS, BOTH_WAYS_COLUMNS = 5 * 2**20, 4096, 16 * 10
 BOTH = "both"
 # Operators that say nothing of a kernel.
 UNSAID = {"convert_element_type", "scalar_tensor", "full", "input", ""}
-IN_REDUCTIONS = {"column_scale"}  # once a tile elsewhere
+IN_REDUCTIONS = {"column_scale", "column_scale_rounded"}  # once a tile elsewhere
+COUNTED = {"rescale", "rescale_rounded"}  # of several in one kernel each is computed: `rescale*2`
 NEIGHBOURS = 4  # of the readers of one buffer, how many later ones each is tried with
 ALONE = ("gemm", "external", "gather", "fill", "place")
 
@@ -250,6 +251,11 @@ def measured(lowered: Lowered, together: list[list[int]]) -> list[RawGroup]:
     return [_measured(lowered, [loops[index] for index in members], number, users) for number, members in enumerate(together)]
 
 
+def _counted(operator: str, loops: list[Scheduled]) -> str:
+    number = sum(operator in loop.operators for loop in loops) if operator in COUNTED else 1
+    return operator if number == 1 else f"{operator}*{number}"
+
+
 def _measured(lowered: Lowered, loops: list[Scheduled], number: int, users: dict[int, set[int]]) -> RawGroup:
     made = {buffer: size for loop in loops for buffer, size in loop.writes.items()}
     kept = {buffer for buffer in made if buffer in lowered.outputs or users.get(buffer, set()) - {number}}
@@ -275,6 +281,7 @@ def _measured(lowered: Lowered, loops: list[Scheduled], number: int, users: dict
     if kind == "pointwise" and any(loop.gathers for loop in loops):
         kind = "gather"
     said = {operator for loop in loops for operator in (*loop.operators, loop.label)} - UNSAID
+    said = {_counted(operator, loops) for operator in said}
     label = " ".join(sorted(said if kinds & {"row", "column"} else said - IN_REDUCTIONS))
     uneven = any(loop.uneven for loop in loops if loop.kind == "row")
     written = sum(made[buffer] for buffer in kept)

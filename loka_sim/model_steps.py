@@ -10,7 +10,7 @@ from loka_sim.dispatch.candidates import operand_makers
 from loka_sim.dispatch.cost import Times
 from loka_sim.dispatch.decide import Decider
 from loka_sim.dispatch.operands import Toolbox
-from loka_sim.dispatch.steps import SiteCost, Step, step
+from loka_sim.dispatch.steps import RECIPE, SiteCost, Step, step
 from loka_sim.dispatch.torchao_plan import convertible
 from loka_sim.fp8_step import Converted, converted
 from loka_sim.modelspec import ModelSpec
@@ -28,13 +28,13 @@ class Runs(NamedTuple):
         times: Of each launch by itself.
         between: Of each as it runs in a whole step; None where that is not known.
         off: By which share GEMMs may be off together there, see `whole_step.gemms_in_step`.
-        torchao: Whether torchao's linears run it, see `whole_step.by_torchao`; else `dispatch.runtime`.
+        runner: `dispatch.steps.RECIPE`, `EXPORT` or `RUNTIME`.
     """
 
     times: Times
     between: Times | None
     off: Mapping[bool, float]
-    torchao: bool
+    runner: str
 
 
 def model_steps(
@@ -57,7 +57,7 @@ def model_steps(
         torch: torch's kernels, which baselines and torchao run.
         others: What stands beside the GEMMs in bf16; nothing where the specification does not say.
         hardware: The GPU.
-        runs: What runs torchao's conversions (`torchao`) and the decision (`decision`).
+        runs: By step's name, or `recipe` for the baselines.
     """
     beside = by_kind(others) if others else None
 
@@ -65,16 +65,16 @@ def model_steps(
         name: str, label: str, description: str, assignments: Sequence[Mapping[str, str]], toolbox: Toolbox
     ) -> tuple[Step, Converted | None]:
         found = None
-        times, between, off, torchao = runs["decision" if name == "decision" else "torchao"]
+        times, between, off, runner = runs.get(name, runs[RECIPE])
         if others:
             shapes = [cost.shape for cost in costs]
             makers = [operand_makers(*entry, toolbox) for entry in zip(shapes, assignments, strict=True)]
-            found = converted(spec, hardware, shapes, assignments, makers, torchao)
+            found = converted(spec, hardware, shapes, assignments, makers, runner)
         inside = [] if found is None else [site.name in found.sites for site in spec.sites]
         fp8 = None if found is None else found.by_kind
         summed = step(
             name, label, description, costs, assignments, times, decider.policy.max_mere, toolbox,
-            beside, inside, fp8, between, off, torchao,
+            beside, inside, fp8, between, off, runner,
         )  # fmt: skip
         return summed, found
 

@@ -25,9 +25,13 @@ MULTIPROCESSORS, RESIDENT = 132, 2048
 BLOCK = 128
 
 MAGNITUDES, CAST = frozenset({"abs", "amax"}), frozenset({"mul", "clamp_min", "clamp_max"})
-# torchao rounds the scales of rows to powers of two, in FP64. torch.compile computes them anew for every element behind a GEMM,
-# and where a reduction over rows casts by the scales of columns, too.
-RESCALE, BY_COLUMNS = frozenset({"rescale"}), frozenset({"column_scale"})
+# torchao finds the scales of rows in FP64, and its recipe rounds them to powers of two. torch.compile computes them anew for
+# every element behind a GEMM, and where a reduction over rows casts by the scales of columns, too.
+FP32, FP64, ROUNDED = "", "fp64", "fp64_rounded"
+RESCALE = {FP64: frozenset({"rescale"}), ROUNDED: frozenset({"rescale_rounded"})}
+BY_COLUMNS = {
+    FP32: frozenset[str](), FP64: frozenset({"column_scale"}), ROUNDED: frozenset({"column_scale_rounded"}),
+}  # fmt: skip
 
 
 class Taken(NamedTuple):
@@ -39,7 +43,7 @@ class Taken(NamedTuple):
         rows: Rows of the tensor as it is stored.
         columns: Its columns.
         after: Its scale is multiplied to the GEMM's output by a kernel behind it.
-        wide: Its scale is computed in FP64, as torchao does it.
+        scales: How its scales are found: `FP32`, `FP64` or `ROUNDED`.
     """
 
     scaling: str
@@ -47,7 +51,7 @@ class Taken(NamedTuple):
     rows: int
     columns: int
     after: bool = False
-    wide: bool = False
+    scales: str = FP32
 
     @property
     def across(self) -> bool:
@@ -119,15 +123,13 @@ class _Quantized:
                         made[(*place, how.scaling, how.across)],
                     ):
                         reads[buffer, ""] = Access(self.sizes[buffer], False)
-            if any(how.after for how in taken.values()):
+            if after := [how.scales for how in taken.values() if how.after]:
                 ((buffer, size),) = loop.writes.items()
                 raw = self._buffer(size)
                 result.append(replace(loop, reads=reads, writes={raw: size}))
-                whole = {(raw, ""): Access(size, True)}
+                space, whole, scaled = (size // 2, 1), {(raw, ""): Access(size, True)}, {buffer: size}
                 result.append(
-                    Scheduled(
-                        "mul", "pointwise", (size // 2, 1), whole, {buffer: size}, operators=RESCALE, backward=loop.backward
-                    )
+                    Scheduled("mul", "pointwise", space, whole, scaled, operators=RESCALE[after[0]], backward=loop.backward)
                 )
             else:
                 result.append(replace(loop, reads=reads))
@@ -210,7 +212,7 @@ class _Quantized:
         made[key] = self._buffer(elements)
         along = how.scaling != "tensorwise" and not how.across  # a scale for what lies side by side: there when its turn comes
         sources = {**turned, (made[scale], ""): Access(self.sizes[made[scale]], along)}
-        operators |= CAST | (BY_COLUMNS if how.across and how.wide else frozenset())
+        operators |= CAST | (BY_COLUMNS[how.scales] if how.across else frozenset())
         yield Scheduled(
             "cast", "pointwise", (elements, 1), sources, {made[key]: elements}, operators=operators, backward=gemm.backward
         )

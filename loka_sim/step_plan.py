@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from loka_sim.communication import Collective, Communication, Unit
 from loka_sim.dispatch.candidates import Row
 from loka_sim.dispatch.cost import Time
-from loka_sim.dispatch.steps import as_run, torch_makes
+from loka_sim.dispatch.steps import RUNTIME, as_run, torch_makes
 from perfmodel.kernels import KERNELS
 from perfmodel.timeline import COMPUTE, Op, Timeline, schedule
 
@@ -332,7 +332,7 @@ def timeline(
             return rows
         beside_gemms = [row for row in rows if not torch_makes(row)]
         # What multiplies the scales behind these is among the others.
-        return [as_run(row, known) if converted.torchao else row for row in beside_gemms]
+        return [as_run(row, known) if converted.runner != RUNTIME else row for row in beside_gemms]
 
     pieces = site_pieces(answer.sites, known, unfused, around=not others)
     return schedule(plan([*pieces, *others], answer.communication))

@@ -9,11 +9,12 @@ from loka_sim.calibration import load as load_calibration
 from loka_sim.dispatch.candidates import Row, illegal, launches, launches_said, operand_makers
 from loka_sim.dispatch.cost import Times
 from loka_sim.dispatch.operands import LIBRARIES, Toolbox
+from loka_sim.dispatch.steps import EXPORT, RUNTIME
 from loka_sim.dispatch.table import load
 from loka_sim.errors import DataError, expected_of_lower_floors
 from loka_sim.fp8_step import converted
 from loka_sim.step_plan import timeline
-from loka_sim.whole_step import by_torchao, gemms_in_step
+from loka_sim.whole_step import as_run_by, gemms_in_step
 from perfmodel.kernels import KERNELS
 from perfmodel.timeline import Timeline
 
@@ -79,10 +80,9 @@ def table_timeline(answer: WhatIf, path: str | Path) -> Timeline:
 
     shapes = [site.shape for site in answer.sites]
     fp8 = None
-    torchao = all(KERNELS[row.kernel].library == "torch" for row in wanted)
-    if torchao:
-        times = dict(by_torchao(Times(times), model.hardware).of)
+    runner = EXPORT if all(KERNELS[row.kernel].library == "torch" for row in wanted) else RUNTIME
+    times = dict(as_run_by(runner, Times(times), model.hardware).of)
     if answer.others:
-        fp8 = converted(answer.spec, model.hardware, shapes, assignments, made, torchao)
+        fp8 = converted(answer.spec, model.hardware, shapes, assignments, made, runner)
         times, _ = gemms_in_step(times, model.hardware)
     return timeline(answer, launched, times, fp8)

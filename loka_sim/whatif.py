@@ -22,7 +22,7 @@ from loka_sim.dispatch.candidates import Row, SiteShape, possible_rows
 from loka_sim.dispatch.cost import Times
 from loka_sim.dispatch.decide import Accuracies, Decider, PassDecision, Policy
 from loka_sim.dispatch.operands import DEFAULT_LIBRARIES, Toolbox, parse_libraries
-from loka_sim.dispatch.steps import SiteCost, Step
+from loka_sim.dispatch.steps import EXPORT, RECIPE, RUNTIME, SiteCost, Step
 from loka_sim.dispatch.torchao_plan import convertible, expressible
 from loka_sim.errors import UserError, expected_of_lower_floors
 from loka_sim.fp8_step import Converted
@@ -31,7 +31,7 @@ from loka_sim.model_steps import Runs, model_steps
 from loka_sim.modelspec import ModelSpec, Site
 from loka_sim.sources import Distributions, distributions, model_spec
 from loka_sim.step_plan import DECISION, LAUNCHED, timeline
-from loka_sim.whole_step import Other, by_torchao, gemms_in_step, of_step
+from loka_sim.whole_step import Other, as_run_by, gemms_in_step, of_step
 from perfmodel import hardware as hardware_module
 from perfmodel.kernels import KERNELS
 from perfmodel.timeline import Timeline
@@ -162,8 +162,7 @@ class WhatIf:
 
     def as_run(self, times: Times) -> Times:
         """Other times of launches by themselves, as what runs the decision has them."""
-        torchao = self.runs is not None and self.runs.torchao
-        return by_torchao(times, hardware_module.load(self.settings.hardware)) if torchao else times
+        return times if self.runs is None else as_run_by(self.runs.runner, times, hardware_module.load(self.settings.hardware))
 
     @property
     def decision(self) -> Step:
@@ -267,9 +266,9 @@ def whatif(
             rows |= possible_rows(shape, torch)
     times = Times.predict(timing, rows)
     errors = Errors(toolbox, {} if measured is None else measured.mere_factors)
-    run_by_torchao, exported = by_torchao(times, timing.hardware), chosen == DEFAULT_LIBRARIES
-    run = run_by_torchao if exported else times
-    decider, torchao = Decider(run, policy, toolbox), Decider(run_by_torchao, policy, expressible(torch))
+    exported = as_run_by(EXPORT, times, timing.hardware)
+    run, runner = (exported, EXPORT) if chosen == DEFAULT_LIBRARIES else (times, RUNTIME)
+    decider, torchao = Decider(run, policy, toolbox), Decider(exported, policy, expressible(torch))
     decided, accuracies = _decide(spec, shapes, known, decider, torchao, errors)
     sites = tuple(
         SiteDecision(site, shape, passes, beside, times.sum(beside.rows), known.how(site.name), anew)
@@ -277,8 +276,10 @@ def whatif(
     )
     costs = [SiteCost(*entry) for entry in zip(shapes, arounds, accuracies, strict=True)]
     others = of_step(spec, timing.hardware)
-    runs = {"torchao": _runs(run_by_torchao, timing, others, True)}
-    runs["decision"] = runs["torchao"] if exported else _runs(run, timing, others, False)
+    runs = {RECIPE: _runs(as_run_by(RECIPE, times, timing.hardware), timing, others, RECIPE)}
+    runs["decision"] = _runs(run, timing, others, runner)
+    if any(site.torchao for site in sites):
+        runs["torchao"] = _runs(exported, timing, others, EXPORT)
     steps, fp8 = model_steps(spec, costs, sites, decider, torch, others, timing.hardware, runs)
     return WhatIf(
         settings, spec, _hardware(timing), known, sites, steps, exchanged, times, decider.toolbox, parallel, others, fp8,
@@ -286,12 +287,12 @@ def whatif(
     )  # fmt: skip
 
 
-def _runs(times: Times, timing: PerfModel, others: Sequence[Other], torchao: bool) -> Runs:
+def _runs(times: Times, timing: PerfModel, others: Sequence[Other], runner: str) -> Runs:
     """Times of launches alone, and where a step's other kernels are known, as they run between these."""
     if not others:
-        return Runs(times, None, {}, torchao)
+        return Runs(times, None, {}, runner)
     between, off = gemms_in_step(times.of, timing.hardware)
-    return Runs(times, Times(between, times.outside), off, torchao)
+    return Runs(times, Times(between, times.outside), off, runner)
 
 
 def _check(gpus: int, max_mere: float, min_speedup: float) -> None:

@@ -16,9 +16,9 @@ import numpy as np
 
 from loka_sim.dispatch.candidates import Row
 from loka_sim.dispatch.cost import Time, Times
-from loka_sim.dispatch.steps import RUN_AS, as_run
+from loka_sim.dispatch.steps import RECIPE, RUN_AS, RUNTIME, as_run
 from loka_sim.modelspec import PASSES, Dim, Fused, ModelSpec, Table
-from loka_sim.quantized_loops import RESCALE
+from loka_sim.quantized_loops import FP64, RESCALE, ROUNDED
 from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE, Piece
 from perfmodel import hardware as hardware_module
 from perfmodel.in_step import GEMMS, family
@@ -218,25 +218,26 @@ def _times(name: str, capability: tuple[int, ...]) -> FusedModel | None:
         return None
 
 
-def by_torchao(times: Times, hardware: HardwareSpec) -> Times:
-    """Launches as torchao's linears run them: some GEMMs by another kernel, behind which one multiplies the scales (`RUN_AS`).
+def as_run_by(runner: str, times: Times, hardware: HardwareSpec) -> Times:
+    """Launches as what runs them has them: torchao multiplies some GEMMs' scales by a kernel behind another GEMM (`RUN_AS`).
 
     Args:
+        runner: `dispatch.steps.RECIPE`, `EXPORT` or `RUNTIME`.
         times: Of each launch by itself.
         hardware: The GPU.
     """
-    runs = [(row, as_run(row, times.of)) for row in times.of if row.kernel in RUN_AS]
+    runs = [(row, as_run(row, times.of)) for row in times.of if row.kernel in RUN_AS and runner != RUNTIME]
     if not (runs := [(row, instead) for row, instead in runs if instead != row]):
         return times
     gemms = np.array([times.of[instead] for _, instead in runs])
-    behind = _rescaled(np.array([row.m for row, _ in runs]), np.array([row.n for row, _ in runs]), hardware)
+    behind = _rescaled(np.array([row.m for row, _ in runs]), np.array([row.n for row, _ in runs]), runner, hardware)
     us = gemms[:, 0] + behind[:, 0]
     below, above = (np.hypot(gemms[:, 0] - gemms[:, end], behind[:, 0] - behind[:, end]) for end in (1, 2))
     ends = np.stack([us, us - below, us + above], axis=1).tolist()
     return replace(times, of={**times.of, **{row: Time(*end) for (row, _), end in zip(runs, ends, strict=True)}})
 
 
-def _rescaled(m: np.ndarray, n: np.ndarray, hardware: HardwareSpec) -> np.ndarray:
+def _rescaled(m: np.ndarray, n: np.ndarray, runner: str, hardware: HardwareSpec) -> np.ndarray:
     """Times and ends of the kernels that multiply the scales of rows and columns to bf16 matrices, (matrices, 3)."""
     from perfmodel import fused
 
@@ -244,7 +245,7 @@ def _rescaled(m: np.ndarray, n: np.ndarray, hardware: HardwareSpec) -> np.ndarra
     rows = {
         "kind": np.full(len(m), "pointwise"), "kept": elements, "reduced": np.ones(len(m)),
         "read_bytes": 2 * elements + 4 * (m + n), "written_bytes": 2 * elements, "unordered_bytes": nothing, "uneven": nothing,
-        "instructions": np.full(len(m), fused.instructions_of(RESCALE | {"mul"})),
+        "instructions": np.full(len(m), fused.instructions_of({"mul", *RESCALE[ROUNDED if runner == RECIPE else FP64]})),
     }  # fmt: skip
     model = _model_of(hardware)
     if model is None:

@@ -41,8 +41,9 @@ LAUNCH_US = 1.0
 INSTRUCTIONS = {
     "exp": 10, "exp2": 10, "sigmoid": 11, "silu": 11, "div": 8, "reciprocal": 8, "tanh": 17, "erf": 30, "gelu": 30, "log": 28,
     "log1p": 28, "softplus": 38, "sin": 28, "cos": 30, "pow": 58, "_softmax": 10,
-    # A scale of a row rounded to a power of two in FP64: kernels of dcnv2 with torchao's rowwise recipe took so long an element.
-    "rescale": 180, "column_scale": 160,
+    # A row's and a column's scale found in FP64, and rounded to powers of two: kernels that do nothing else took 3.1 and 4.8 us
+    # a million elements (steps of dcnv2-production and of wukong at other widths). A column's alone: half of it.
+    "rescale": 80, "column_scale": 40, "rescale_rounded": 125, "column_scale_rounded": 62,
 }  # fmt: skip
 AGAIN = 3.0  # a middling value: reductions of 64 to 512 elements took 2 to 10 times their bytes across memory more
 LANES, CLOCK_GHZ = 128, 1.98
@@ -50,8 +51,9 @@ LANES, CLOCK_GHZ = 128, 1.98
 
 
 def instructions_of(operators: Iterable[str]) -> int:
-    """Instructions per element of a kernel, each of its distinct operators once."""
-    return sum(INSTRUCTIONS.get(operator, 1) for operator in set(operators))
+    """Instructions per element of a kernel, each of its distinct operators once, or as often as it says (`rescale*2`)."""
+    counted = (operator.partition("*") for operator in set(operators))
+    return sum(INSTRUCTIONS.get(operator, 1) * int(number or 1) for operator, _, number in counted)
 
 
 def baseline_us(rows: Rows, hardware: HardwareSpec) -> Array:

@@ -31,7 +31,9 @@ FUSED = (
     "pointwise", "gather", "scatter", "scatter_strided", "scatter_turned", "reduction", "quantize_pointwise",
     "quantize_reduction",
 )  # fmt: skip
-"""Families of fused kernels."""
+"""Families of fused kernels that have a curve."""
+RESCALES = {"rescale", "rescale_rounded"}
+"""Operators that take a kernel longer to compute than its bytes to move: where these lie is no matter, and it has no curve."""
 GEMMS = ("gemm_bf16", "gemm_fp8")
 SECTOR_BYTES = 32  # what a GPU fetches at least
 
@@ -49,6 +51,8 @@ def family(kind: str, label: str, kept: int, unordered_bytes: int) -> str:
     found, operators = _OF_KIND.get(kind, ""), set(label.split())
     if found == "scatter" and unordered_bytes:
         return "scatter_turned" if unordered_bytes > SECTOR_BYTES * kept else "scatter_strided"
+    if RESCALES & {operator.partition("*")[0] for operator in operators}:
+        return "rescale"
     quantizes = "cast" in operators or {"abs", "amax"} <= operators
     return f"quantize_{found}" if quantizes and found in ("pointwise", "reduction") else found
 

@@ -5,6 +5,7 @@
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from loka_sim.dispatch.baselines import BASELINES
 from loka_sim.dispatch.candidates import SiteShape, operand_makers
 from loka_sim.errors import UserError
 from loka_sim.fp8_step import fused, taken
-from loka_sim.quantized_loops import Taken, pieces, quantized
+from loka_sim.fusion import measured
+from loka_sim.loops import Lowered
+from loka_sim.quantized_loops import FP64, RESCALE, ROUNDED, Taken, pieces, quantized
 from perfmodel.data_folder import data_folder
 from perfmodel.fused import instructions_of
 
@@ -87,14 +90,31 @@ def test_rowwise_magnitudes_and_cast_are_one_kernel(spec):
 def test_scales_behind_a_gemm_are_a_kernel_over_its_output(spec):
     """torchao runs a rowwise GEMM without fast accumulation by tensors, and multiplies what it returns."""
     passes = assigned(spec, ("grad_weight",), "rowwise")
-    after = {key: {name: how._replace(after=True) for name, how in operands.items()} for key, operands in passes.items()}
+    after, rounded = (
+        {
+            key: {name: how._replace(after=True, scales=scales) for name, how in operands.items()}
+            for key, operands in passes.items()
+        }
+        for scales in (FP64, ROUNDED)
+    )
     plain, scaled = (kernels(spec, which) for which in (passes, after))
     size = 2 * 256 * N  # of the weight's gradient
     more = [kernel for kernel in scaled if kernel not in plain]
     assert more == [("backward", "pointwise", (256 * N, 1), size, size)]
     step = step_loops.read(spec.loops, B)
-    (label,) = [k.label for k in fused(step, after) if "rescale" in k.label]
-    assert instructions_of(label.split()) > 100
+    label, slower = ([k.label for k in fused(step, some) if "rescale" in k.label] for some in (after, rounded))
+    assert 50 < instructions_of(label[0].split()) < instructions_of(slower[0].split())
+
+
+def test_scales_of_several_gemms_in_one_kernel_are_each_computed(spec):
+    step = quantized(step_loops.read(spec.loops, B), {})
+    loops = [
+        replace(loop, reads={}, operators=RESCALE[FP64], kind="pointwise", space=(64, 1), writes={10_000 + number: 128})
+        for number, loop in enumerate(step.scheduled[:3])
+    ]
+    (kernel,) = measured(Lowered(loops, step.sizes, set()), [[0, 1, 2]])
+    assert "rescale*3" in kernel.label.split()
+    assert instructions_of(["rescale*3"]) == 3 * instructions_of(["rescale"])
 
 
 def test_torchaos_rowwise_gradients_are_scaled_behind_their_gemms():

@@ -10,14 +10,14 @@ import pytest
 
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.operands import Row
-from loka_sim.dispatch.steps import ALIKE, speedup, whole
+from loka_sim.dispatch.steps import ALIKE, EXPORT, RECIPE, RUNTIME, speedup, whole
 from loka_sim.modelspec import Table, load
 from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE
 from loka_sim.whatif import whatif
 from loka_sim.whole_step import (
     CONFLICT_US,
+    as_run_by,
     by_kind,
-    by_torchao,
     conflicts,
     dense_tensors,
     of_step,
@@ -102,14 +102,17 @@ def test_torchao_multiplies_the_scales_of_a_gemm_behind_it():
     alone = Times(
         {row: Time(us, 0.9 * us, 1.2 * us) for row, us in zip([*rowwise, *tensorwise, *fast], range(20, 80, 10), strict=True)}
     )
-    run = by_torchao(alone, H200)
+    run = as_run_by(EXPORT, alone, H200)
     assert all(run.of[row] == alone.of[row] for row in (*tensorwise, *fast))
     behind = [run.of[row].us - alone.of[other].us for row, other in zip(rowwise, tensorwise, strict=True)]
     # It reads and writes the product once at the least: in bf16, at the bandwidth of a copy.
     assert all(us > 4 * row.m * row.n / (H200.copy_bandwidth_tbs * 1e6) for us, row in zip(behind, rowwise, strict=True))
     assert all(run.of[row].low_us < run.of[row].us < run.of[row].high_us for row in rowwise)
+    # Rounding the scales takes longer, and what multiplies them in the GEMM needs none of it.
+    assert all(as_run_by(RECIPE, alone, H200).of[row].us > run.of[row].us for row in rowwise)
+    assert as_run_by(RUNTIME, alone, H200).of == alone.of
     # Of what has no time nothing is made up.
-    assert by_torchao(Times({row: alone.of[row] for row in rowwise}), H200).of == {row: alone.of[row] for row in rowwise}
+    assert as_run_by(EXPORT, Times({row: alone.of[row] for row in rowwise}), H200).of == {row: alone.of[row] for row in rowwise}
 
 
 @pytest.mark.parametrize("libraries", ["torch", "all"])
