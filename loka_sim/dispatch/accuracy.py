@@ -78,9 +78,13 @@ class Errors:
             sizes = shape.gemm(name)[:3]
             signal = statistics.gradient if statistics is not None and name == "grad_weight" else None
             pair = statistics.pairs.get(name) if statistics is not None else None
+            alike: dict[tuple[str, str, str, int], int] = {}
             for kernel in kernels:
-                request = left, right, sizes, *_recipes(kernel), signal, pair, "bf16", parts_of_k(kernel, sizes)
-                result[name, kernel] = self._numbers.setdefault(request, len(self._numbers))
+                key = *_recipes(kernel), parts_of_k(kernel, sizes)
+                if key not in alike:
+                    request = left, right, sizes, *key[:3], signal, pair, "bf16", key[3]
+                    alike[key] = self._numbers.setdefault(request, len(self._numbers))
+                result[name, kernel] = alike[key]
         return result
 
     def _operands(self, name: str, statistics: SiteStatistics | None) -> tuple[TensorStatistics, TensorStatistics]:

@@ -124,6 +124,11 @@ class SiteShape:
         """The assignment that leaves every pass in bf16."""
         return {name: BF16_BATCHED if groups != 1 else BF16 for name, _, _, _, groups in self.passes}
 
+    @cached_property
+    def bf16_rows(self) -> tuple[Row, ...]:
+        """What that launches."""
+        return tuple(Row(kernel, *self.gemm(name)) for name, kernel in self.bf16().items())
+
 
 def illegal(shape: SiteShape, name: str, kernel: str, toolbox: Toolbox = TORCH) -> str | None:
     """Why a pass cannot run a kernel, in words; None when it can.
@@ -192,11 +197,14 @@ def launches(shape: SiteShape, assignment: Assignment, toolbox: Toolbox = TORCH)
         assignment: Kernel per pass; passes left out launch nothing.
         toolbox: What makes the operands.
     """
-    made = (
-        (readers, toolbox.fastest(takes, frozenset(readers), *shape.tensor(tensor)))
-        for (tensor, takes), readers in _read(shape, assignment).items()
-    )
-    return _launched(shape, assignment, made)
+    key = shape, tuple(assignment.items())
+    if key not in toolbox.launched:
+        made = (
+            (readers, toolbox.fastest(takes, frozenset(readers), *shape.tensor(tensor)))
+            for (tensor, takes), readers in _read(shape, assignment).items()
+        )
+        toolbox.launched[key] = _launched(shape, assignment, made)
+    return toolbox.launched[key]
 
 
 def launches_said(

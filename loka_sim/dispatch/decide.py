@@ -121,7 +121,7 @@ class Decider:
             toolbox: FP8 kernels to choose from.
         """
         self.times, self.policy = times, policy
-        self.toolbox = replace(toolbox, us={row: time.us for row, time in times.of.items()}.__getitem__)
+        self.toolbox = replace(toolbox, us=lambda row: times.of[row].us)
         self._costs: dict[SiteShape, SiteCosts] = {}
 
     def costs(self, shapes: Iterable[SiteShape]) -> list[SiteCosts]:

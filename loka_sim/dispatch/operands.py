@@ -7,7 +7,7 @@ both readings, or by one quantizer and a transposition of its 8-bit result.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -151,6 +151,11 @@ class Toolbox:
 
     @cached_property
     def _fastest(self) -> dict[tuple[str, frozenset[bool], int, int], Way]:
+        return {}
+
+    @cached_property
+    def launched(self) -> dict[Hashable, dict[str, tuple[Row, ...]]]:
+        """What `candidates.launches` found: the baselines and a decision have many assignments in common."""
         return {}
 
     def _cost(self, ways: Sequence[_Named], height: int, width: int) -> Callable[[_Named], tuple[float, _Named]]:
