@@ -67,6 +67,8 @@ def torch_makes(row: Row) -> bool:
     return KERNELS[row.kernel].library == "torch" and KERNELS[row.kernel].kind in ("quantize", "layout")
 
 
+RECIPE, EXPORT, RUNTIME = "recipe", "export", "runtime"
+"""What runs an assignment: torchao's linears as one of its recipes has them, or as `export` writes it; or `dispatch.runtime`."""
 RUN_AS = {"torch/fp8_rowwise_split": "torch/fp8_tensorwise_split"}
 """What torchao's linears run instead of a kernel: behind it they multiply the scales (torchao 0.17, `addmm_float8_unwrapped`)."""
 ALIKE = 0.9
@@ -174,7 +176,7 @@ def step(
     beside_converted: Mapping[str, Time] | None = None,
     in_step: Times | None = None,
     off: Mapping[bool, float] = CERTAIN,
-    torchao: bool = True,
+    runner: str = EXPORT,
 ) -> Step:
     """Add up a model's sites under one assignment each, their operands made by the fastest kernels of a toolbox.
 
@@ -192,7 +194,7 @@ def step(
         beside_converted: Every kernel of this forward and backward beside GEMMs; None where it is bf16's.
         in_step: Of every launch as it runs between the others of a whole step; None for `times`.
         off: As `speedup` takes it, of those.
-        torchao: Whether torchao's linears run it (`as_run`).
+        runner: What runs it: `RECIPE`, `EXPORT` or `RUNTIME`.
     """
     bf16_gemms: Counter[Row] = Counter()
     gemms: Counter[Row] = Counter()
@@ -210,7 +212,7 @@ def step(
         for row in shape.bf16_rows if runs == shape.bf16() else flat(launches(shape, runs, toolbox)):
             gemms[row] = gemms.get(row, 0) + count
             if beside is not None:
-                run = as_run(row, times.of) if fused and torchao else row
+                run = as_run(row, times.of) if fused and runner != RUNTIME else row
                 apart[run] += count * (not (fused and torch_makes(row)))
     fp8_sites = fp8_passes = unsafe = 0
     for site, assignment in zip(sites, assignments, strict=True):
