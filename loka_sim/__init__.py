@@ -16,9 +16,12 @@ from __future__ import annotations
 import importlib
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
+# `typing` takes longer to import than all else here, and an interrupt meanwhile would show a traceback.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from loka_sim.capture import capture as capture
     from loka_sim.compare import compare as compare
     from loka_sim.dispatch.export import export as export

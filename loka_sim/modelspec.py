@@ -335,11 +335,22 @@ def load(path: str | Path, shipped: bool = False) -> ModelSpec:
 
     Raises:
         UserError: the file is missing, truncated or breaks the schema; one line with the field and the mend.
+        DataError: so is one that came with the package.
     """
+    from loka_sim.errors import DataError, UserError
     from loka_sim.specfile import read
 
-    document = read(Path(path))
-    return ModelSpec._of(document) if shipped else ModelSpec.from_dict(document, str(path))
+    if not shipped:
+        return ModelSpec.from_dict(read(Path(path)), str(path))
+    try:
+        document = read(Path(path))
+        try:
+            return ModelSpec._of(document)
+        except Exception:
+            ModelSpec.from_dict(document, str(path))
+            raise
+    except UserError as error:
+        raise DataError(f"the package is damaged, install it again: {error}") from error
 
 
 def save(spec: ModelSpec, path: str | Path) -> None:

@@ -1,5 +1,6 @@
 """The command line: what a user sees, types wrong, and finds in the folder afterwards."""
 
+import ast
 import errno
 import hashlib
 import json
@@ -7,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from loka_sim.dispatch import table
 from loka_sim.schemas import problem
 
 LONG = "a" * 5000
+ROOT = Path(__file__).parents[2]
 
 
 def run(capsys, *argv):
@@ -496,6 +499,58 @@ def test_an_interrupt_is_quiet(capsys, monkeypatch):
 
     monkeypatch.setattr(sys.modules["loka_sim.whatif"], "whatif", interrupt)
     assert run(capsys, "whatif", "wukong") == (130, "", "loka-sim: interrupted\n")
+
+
+@pytest.mark.parametrize("module", ["argparse", "loka_sim.cli.whatif", "numpy"])
+def test_an_interrupt_while_modules_are_imported_is_quiet(module):
+    """As if the key were pressed when that module is first looked for."""
+    program = (
+        "import runpy, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}:\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "sys.argv = ['loka-sim', 'whatif', 'wukong-small', '--json']\n"
+        "runpy.run_module('loka_sim', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "loka-sim: interrupted\n")
+
+
+def test_nothing_that_takes_long_is_imported_before_an_interrupt_is_quiet():
+    """What a command and an interrupt have to wait for: next to nothing."""
+    program = "import sys; before = set(sys.modules); import loka_sim.__main__; print(sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    more = {name.partition(".")[0] for name in ast.literal_eval(done.stdout)} - {"loka_sim"}
+    assert more <= {"__future__", "importlib", "types", "warnings"}
+    script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["loka-sim"]
+    assert script == "loka_sim.__main__:main"
+
+
+def damaged_specs():
+    from loka_sim.resolve import zoo_names
+
+    text = zoo_names()["dlrm-small"].read_text()
+    document = json.loads(text)
+    yield "truncated", text[: len(text) // 2]
+    yield "empty", ""
+    changes = {"sites": "none"}, {"sites": [{}]}, {"batch": None}, {"fused": [1, 2]}, {"tables": [{"rows": "many"}]}
+    for number, change in enumerate(changes):
+        yield f"field {number}", json.dumps({**document, **change})
+    yield "no object", "[1, 2]"
+
+
+@pytest.mark.parametrize("damage", [name for name, _ in damaged_specs()])
+def test_a_damaged_specification_of_the_package_is_one_line(capsys, tmp_path, monkeypatch, damage):
+    import loka_sim.resolve
+
+    path = tmp_path / "dlrm-small.json"
+    path.write_text(dict(damaged_specs())[damage])
+    monkeypatch.setattr(loka_sim.resolve, "zoo_names", lambda: {"dlrm-small": path})
+    code, out, err = run(capsys, "whatif", "dlrm-small")
+    assert (code, out) == (3, "") and err.count("\n") == 1
+    assert "the package is damaged, install it again" in err and str(path) in err
 
 
 def test_python_dash_m():
