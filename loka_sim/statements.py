@@ -11,7 +11,7 @@ from loka_sim.dispatch.decide import flat
 from loka_sim.dispatch.operands import DEFAULT_LIBRARIES
 from loka_sim.dispatch.steps import torch_makes
 from loka_sim.step_document import in_words
-from loka_sim.whole_step import by_kind, called_us
+from loka_sim.whole_step import by_kind, called
 from perfmodel.kernels import KERNELS
 
 if TYPE_CHECKING:
@@ -127,10 +127,11 @@ def _step(answer: WhatIf) -> Iterable[Statement]:
                        "what FP8 takes; tables' rows updated in place; update with AdamW in bf16.")  # fmt: skip
         gemms = sum(len(site.passes) for site in answer.sites)
         launched = answer.others if answer.converted is None else answer.converted.others
-        whole, called = answer.decision.whole, called_us(launched, gemms)
-        if whole is not None and called > whole.us:
-            yield "warning", (f"Without a CUDA graph the host is the bound: it launches the step's kernels in some {called:,.0f} "
-                              "us, the GPU runs them in less, and no kernel's gain is seen.")  # fmt: skip
+        whole, host = answer.decision.whole, called(launched, gemms)
+        if whole is not None and host.us > whole.us:
+            yield "warning", ("Without a CUDA graph the host is the bound: it launches the step's kernels in some "
+                              f"{host.us:,.0f} us ({host.low_us:,.0f} to {host.high_us:,.0f}, as busy as it is), the GPU runs "
+                              "them in less, and no kernel's gain is seen.")  # fmt: skip
         unknown = [other for other in answer.others if not other.measured]
         if unknown:
             labels = ", ".join(dict.fromkeys(other.label for other in unknown))

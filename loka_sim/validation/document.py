@@ -13,7 +13,7 @@ from loka_sim.dispatch.cost import Time
 from loka_sim.files import write_text_atomic
 from loka_sim.validation.request import Request
 from loka_sim.validation.runnable import TABLE_ROWS
-from loka_sim.whole_step import TABLE_LAUNCHES, called_us, log_loss, others, table_gradient
+from loka_sim.whole_step import TABLE_LAUNCHES, called, log_loss, others, table_gradient
 
 if TYPE_CHECKING:
     import pandas
@@ -145,7 +145,7 @@ def step_part(step: dict[str, Any] | None, before: WhatIf, after: WhatIf, rows: 
     beside = {when: _around_us(answer, rows) for when, answer in answers.items()}
     predicted = {when: _speedups(answer, beside[when]) for when, answer in answers.items()}
     gemms, tables = sum(len(site.passes) for site in after.sites), TABLE_LAUNCHES * len(after.spec.tables)
-    whole, calls_us = after.steps[0].whole, called_us(after.others, gemms + tables)
+    whole, calls_us = after.steps[0].whole, called(after.others, gemms + tables).us
     bound = whole is not None and calls_us > whole.us
     graphs = step.get("graphs") or {}
     of_graphs = bound and "bf16" in graphs
