@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from perfmodel.measured import SHARED_US, read_timings
+from perfmodel.measured import SHARED_GROUPED_US, SHARED_LAUNCH_US, SHARED_US, read_timings
 
 
 def write(folder, commands: list[str], rows: list[int], name: str = "gemm") -> pd.DataFrame:
@@ -30,7 +30,7 @@ def test_runs_are_the_sidecars(tmp_path):
 
 def test_gemms_of_several_workers_are_brought_to_the_level_of_one(tmp_path):
     frame = write(tmp_path, ["x --workers 14", "x", "x --workers 1"], [20, 10, 10])
-    memory = write(tmp_path, ["x --workers 14"], [12], "memory")
+    memory = write(tmp_path, ["x"], [12], "memory")
     found = read_timings("mine", tmp_path)
     added = found["p50_us"].to_numpy() - pd.concat([frame, memory])["p50_us"].to_numpy()
     before = frame["p50_us"].to_numpy()[:20]
@@ -40,6 +40,28 @@ def test_gemms_of_several_workers_are_brought_to_the_level_of_one(tmp_path):
     middle = (before > 5) & (before < 10)
     np.testing.assert_allclose(added[:20][middle], SHARED_US * (10 - before[middle]) / 5)
     assert (np.diff(found["p50_us"].to_numpy()[:20]) > 0).all()
+
+
+def test_a_grouped_gemm_of_several_workers_is_as_much_short_at_any_time(tmp_path):
+    frame = write(tmp_path, ["x --workers 7", "x"], [20, 20])
+    frame["kernel"] = ["torch/fp8_grouped_rowwise_fast", "torch/bf16"] * 20
+    frame.to_parquet(tmp_path / "gemm.parquet")
+    added = read_timings("mine", tmp_path)["p50_us"].to_numpy() - frame["p50_us"].to_numpy()
+    np.testing.assert_allclose(added[:20:2], SHARED_GROUPED_US)
+    assert (added[1:20:2] < SHARED_US + 1e-9).all() and (added[20:] == 0).all()
+
+
+def test_memory_kernels_of_several_workers_are_short_by_launches(tmp_path):
+    write(tmp_path, ["x"], [4])
+    frame = write(tmp_path, ["x --workers 15", "x --ahead 15"], [12, 12], "memory")
+    frame["kernel"] = ["torch/relu_forward", "torch/quantize_tensorwise", "loka/quantize_rowwise_dual"] * 8
+    # Three launches, as 64 x 4,096 values are reduced in parts; and one row that is no launch at all.
+    frame["m"], frame["p50_us"] = 4096, np.where(np.arange(24) == 0, 0.01, frame["p50_us"])
+    frame.to_parquet(tmp_path / "memory.parquet")
+    found = read_timings("mine", tmp_path).iloc[4:]
+    added = found["p50_us"].to_numpy() - frame["p50_us"].to_numpy()[1:]
+    np.testing.assert_allclose(added[:11], SHARED_LAUNCH_US * np.array([3, 3, 1] * 4)[:11])
+    assert len(found) == 23 and (added[11:] == 0).all()
 
 
 @pytest.mark.parametrize("sidecar", [None, "{", "[]", '{"runs": [{"rows": 3, "command": "x --workers 9"}]}', '{"runs": [{}]}'])

@@ -1,0 +1,86 @@
+"""Plans of memory-bound launches against torch's own rule and the launches that our kernels make."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from perfmodel.memory_plan import launches, plan
+
+H200 = SimpleNamespace(multi_processor_count=132, warp_size_or_default=32, max_threads_per_multi_processor=2048, major=9)
+
+
+@pytest.fixture
+def rule(monkeypatch):
+    """torch's own rule, told that the device is an H200."""
+    from torch._inductor import choices
+
+    monkeypatch.setattr(choices.DeviceProperties, "create", lambda device: H200)
+    return choices.InductorChoices.reduction_split_factor
+
+
+def planned(kernel, m, k):
+    return {name: float(values[0]) for name, values in plan(kernel, np.array([float(m)]), np.array([float(k)])).items()}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_reductions_are_cut_as_torch_cuts_them(rule):
+    generator = np.random.default_rng(0)
+    cut = 0
+    for _ in range(300):
+        m = int(2 ** generator.uniform(0, 19)) * int(generator.choice((1, 3, 16)))
+        k = int(generator.choice((1, 13, 64, 100, 480, 512, 3072, 8192, 12288, 20000)))
+        total = planned("torch/quantize_tensorwise", m, k)
+        assert total["all_parts"] == rule("cuda", m * k, 1, True), (m, k)
+        assert total["all_even"] == (m * k % int(total["all_parts"]) == 0)
+        down = planned("torch/bias_backward", m, k)["down_parts"]
+        # ir.Reduction.num_splits leaves these whole before it asks for the rule.
+        assert down == (1 if m <= 32 or k >= 132 * 64 else rule("cuda", m, k, False)), (m, k)
+        along = planned("torch/rmsnorm_forward", m, k)["along_parts"]
+        assert along == (1 if k <= 32 else rule("cuda", k, m, True)), (m, k)
+        cut += down > 1
+    assert cut > 50
+
+
+class Recorded:
+    """Stands in for a Triton kernel: keeps the grid of its launch."""
+
+    def __getitem__(self, grid):
+        self.grid = grid
+        return lambda *arguments, **options: setattr(self, "options", options)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(384, 16), (464, 16), (432, 32), (1000, 96), (3, 2), (64, 8192), (17, 16384)])
+def test_runs_are_launched_as_planned(monkeypatch, rows, columns):
+    from numerics import gpu, gpu_words
+    from numerics.recipe import Recipe
+
+    kernel = Recorded()
+    monkeypatch.setattr(gpu_words, "runs_kernel", kernel)
+    recipe, x = Recipe.parse("e4m3/rowwise"), torch.zeros(rows, columns, dtype=torch.bfloat16)
+    codes = torch.zeros(rows, columns, dtype=torch.uint8)
+    gpu_words.quantize(x, recipe, codes, torch.zeros(rows, 1), None, gpu.constants_of(recipe, False, False))
+    known = planned("loka/quantize_rowwise", rows, columns)
+    assert (known["programs"],) == kernel.grid and bool(known["even"]) == kernel.options["EVEN"]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(16, 6144), (3584, 12288), (156096, 4), (2432, 80), (8192, 16384), (524288, 256)])
+def test_strips_are_shared_as_planned(monkeypatch, rows, columns):
+    from numerics import gpu_meeting, gpu_strips
+
+    kernel = Recorded()
+    monkeypatch.setattr(gpu_strips, "columns_kernel", kernel)
+    monkeypatch.setattr(gpu_meeting, "resident", lambda device, each: each * 132)
+    x = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setattr(gpu_meeting, "place_of", lambda device: x)
+    turned = torch.empty(columns, rows, dtype=torch.uint8, device="meta")
+    assert gpu_strips.quantize_columns(x, turned, None, None, None)
+    known = planned("loka/quantize_rowwise_transposed", rows, columns)
+    assert known["members"] == kernel.options["MEMBERS"]
+    assert min(known["programs"], 4 * 132) == kernel.grid[0]
+
+
+def test_launches_of_a_call():
+    names = ["torch/relu_forward", "torch/quantize_tensorwise", "torch/quantize_tensorwise", "loka/quantize_rowwise_dual", "x/y"]
+    assert launches(names, [4096, 8, 4096, 64, 1], [1024, 64, 4096, 64, 1]).tolist() == [1, 1, 3, 3, 1]
