@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from perfmodel.model import LAUNCH_FLOOR_US, PerfModel, columns_of
+from perfmodel.model import LAUNCH_FLOOR_US, PerfModel, baseline_us, columns_of
 from perfmodel.roofline import limits_us
 
 
@@ -101,8 +101,9 @@ def explain(model: PerfModel, row: Mapping[str, Any] | pd.Series) -> Explanation
     # The network's value counts by itself and as a feature of the trees: together they are its factor.
     added[-2] += float(np.asarray(smooth).sum())
     order = np.argsort(-np.abs(added[:-1]), kind="stable")
-    base = (max(compute, memory) + LAUNCH_FLOOR_US) * np.exp(added.sum())
-    ratio = time / base
+    baseline = float(baseline_us(kernel, *sizes, model.hardware, model.planned(kernel))[0])
+    ratio = time / (baseline * np.exp(added.sum()))
+    typical = float(np.exp(added[-1])) * baseline / (max(compute, memory) + LAUNCH_FLOOR_US)
     shape = dict(zip(("m", "n", "k", "groups"), (int(size[0]) for size in sizes), strict=True))
     product = float(np.prod(list(shape.values()), dtype=float))
     ranges = model.manifest["kernels"][kernel]["range"]
@@ -110,7 +111,7 @@ def explain(model: PerfModel, row: Mapping[str, Any] | pd.Series) -> Explanation
         name for name, value in (*shape.items(), ("product", product)) if not ranges[name][0] <= value <= ranges[name][1]
     )
     return Explanation(
-        kernel, shape, float(time), float(low), float(high), compute, memory, LAUNCH_FLOOR_US, float(np.exp(added[-1])),
+        kernel, shape, float(time), float(low), float(high), compute, memory, LAUNCH_FLOOR_US, typical,
         {labels[index]: float(np.exp(added[index])) for index in order},
         1.0 if abs(ratio - 1) < 1e-4 else float(ratio), outside,
     )  # fmt: skip

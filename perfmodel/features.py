@@ -7,12 +7,16 @@ import numpy.typing as npt
 
 from perfmodel.hardware import HardwareSpec
 from perfmodel.kernels import KERNELS
+from perfmodel.memory_costs import estimated_us
+from perfmodel.memory_plan import plan
 from perfmodel.roofline import flops, moved_bytes
 
 Array = npt.NDArray[np.float64]
 
 # Output tiles that cuBLAS and CUTLASS use on Hopper for bf16 and FP8 (M x N).
 TILES = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 128))
+# Of one product of a grouped GEMM.
+PRODUCT_TILES = ((64, 32), (128, 64), (128, 256), (256, 128))
 
 
 def _alignment(size: Array, most: int = 256) -> Array:
@@ -26,8 +30,10 @@ def _waves(tiles: Array, multiprocessors: int) -> tuple[Array, Array]:
     return np.log2(waves), waves / np.ceil(waves)
 
 
-def gemm_features(kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec) -> tuple[list[str], Array]:
-    """Names and (rows, features) matrix for a GEMM kernel."""
+def gemm_features(
+    kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec, planned: bool = True
+) -> tuple[list[str], Array]:
+    """Names and (rows, features) matrix for a GEMM kernel; arguments as `features`."""
     spec = KERNELS[kernel]
     work, moved = flops(spec, m, n, k, groups), moved_bytes(spec, m, n, k, groups)
     element = 1.0 if spec.is_fp8 else 2.0
@@ -46,24 +52,64 @@ def gemm_features(kernel: str, m: Array, n: Array, k: Array, groups: Array, hard
         columns[f"tile_fill_{name}"] = groups * m * n / (tiles * tile_m * tile_n)
         # Time of whole waves if each multiprocessor did one tile at its share of the peak: what quantization adds.
         columns[f"log2_wave_work_{name}"] = np.log2(np.ceil(tiles / hardware.multiprocessors) * tile_m * tile_n * k)
+    if planned and spec.kind == "batched_gemm":
+        columns |= _each_product(m, n, k, grouped="grouped" in kernel)
     return list(columns), np.stack(list(columns.values()), axis=1)
 
 
-def memory_features(kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec) -> tuple[list[str], Array]:
-    """Names and (rows, features) matrix for a memory-bound kernel on (rows, columns) = (m, k)."""
+def _each_product(m: Array, n: Array, k: Array, grouped: bool) -> dict[str, Array]:
+    """One product of many: what is left for the last tile, and for torch's grouped GEMM what it chooses its tile by."""
+    columns = {
+        "last_m": (m - 1) % 128 + 1, "last_n": (n - 1) % 128 + 1, "last_k": (k - 1) % 64 + 1,
+        "log2_less_of_mn": np.log2(np.minimum(m, n)), "log2_more_of_mn": np.log2(np.maximum(m, n)), "log2_mn": np.log2(m * n),
+    }  # fmt: skip
+    if grouped:
+        for tile_m, tile_n in PRODUCT_TILES:
+            columns[f"log2_tiles_{tile_m}x{tile_n}"] = np.log2(np.ceil(m / tile_m) * np.ceil(n / tile_n))
+        columns["large_sizes"] = ((m >= 2048).astype(float) + (n >= 2048) + (k >= 2048) >= 2).astype(float)
+    return columns
+
+
+def memory_features(
+    kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec, planned: bool = True
+) -> tuple[list[str], Array]:
+    """Names and (rows, features) matrix for a memory-bound kernel on (rows, columns) = (m, k).
+
+    Args:
+        kernel: Which.
+        m: Rows.
+        n: 1.
+        k: Columns.
+        groups: 1.
+        hardware: The GPU.
+        planned: With what is known of its launch; without, as models have it that were fitted before.
+    """
     moved = moved_bytes(KERNELS[kernel], m, n, k, groups)
     columns: dict[str, Array] = {
         "log2_rows": np.log2(m), "log2_columns": np.log2(k), "log2_bytes": np.log2(moved),
-        "l2_share": np.log2(moved / hardware.l2_bytes), "align_rows": _alignment(m), "align_columns": _alignment(k, 2048),
+        "l2_share": np.log2(moved / hardware.l2_bytes),
+        # A transposed result's rows lie this far apart: by large powers of two they fall into the same places of the L2.
+        "align_rows": _alignment(m, 2**16 if planned else 256), "align_columns": _alignment(k, 2**14 if planned else 2048),
         "log2_rows_over_columns": np.log2(m / k),
         # A block of a reduction is a power of two: a row of 1,040 columns costs as one of 2,048.
         "row_fill": k / 2.0 ** np.ceil(np.log2(k)),
         "log2_row_waves": np.log2(m / hardware.multiprocessors), "log2_column_waves": np.log2(k / hardware.multiprocessors),
     }  # fmt: skip
+    if planned:
+        columns |= {
+            "row_block": np.ceil(np.log2(k)), "row_loops": np.ceil(k / 1024), "loop_fill": k / (1024 * np.ceil(k / 1024)),
+            "column_block": np.ceil(np.log2(m)), "column_fill": m / 2.0 ** np.ceil(np.log2(m)),
+            **plan(kernel, m, k),
+        }  # fmt: skip
+        estimate = estimated_us(kernel, m, k, hardware)
+        if estimate is not None:
+            columns["estimate_over_bytes"] = np.log(estimate / (1.0 + moved / (hardware.copy_bandwidth_tbs * 1e6)))
     return list(columns), np.stack(list(columns.values()), axis=1)
 
 
-def features(kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec) -> tuple[list[str], Array]:
+def features(
+    kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec, planned: bool = True
+) -> tuple[list[str], Array]:
     """Feature names and matrix of calls of one kernel.
 
     Args:
@@ -73,6 +119,9 @@ def features(kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware:
         k: Contracted dimension (columns of a memory-bound kernel's input).
         groups: Products in one call.
         hardware: The GPU.
+        planned: With what is known of a memory-bound kernel's launch, or of one product of many; without, as models have
+            it that were fitted before.
     """
-    make = gemm_features if "gemm" in KERNELS[kernel].kind else memory_features
-    return make(kernel, m, n, k, groups, hardware)
+    if "gemm" in KERNELS[kernel].kind:
+        return gemm_features(kernel, m, n, k, groups, hardware, planned)
+    return memory_features(kernel, m, n, k, groups, hardware, planned)

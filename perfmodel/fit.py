@@ -54,7 +54,13 @@ __all__ = [
 ]  # fmt: skip
 
 # Sweeps whose shapes no fitted row may have, and what the manifest calls what they judge.
-NEVER_SEEN = {"zoo": "held_out_models", "blind": "held_out_blind", "blind2": "held_out_blind2", "blind3": "held_out_blind3"}
+NEVER_SEEN = {
+    "zoo": "held_out_models",
+    "blind": "held_out_blind",
+    "blind2": "held_out_blind2",
+    "blind3": "held_out_blind3",
+    "blind_memory": "held_out_blind_memory",
+}
 TORCH_GEMMS = tuple(name for name in GEMM_KERNELS if KERNELS[name].library == "torch")
 HELD_OUT_SWEEPS = (*NEVER_SEEN, "repeat")
 # A kernel with fewer rows is left out.
@@ -156,6 +162,7 @@ def fit(
             "classes": coverage_by_class(measured[index], fresh.predicted[index], bounds[index]),
             "interval_factors": fresh.factors(timings, kernel, index),
             "network": mine.network is not None,
+            "planned": True,
             "range": measured_range(rows),
         }
     judged = {

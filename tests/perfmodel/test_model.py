@@ -14,7 +14,7 @@ from perfmodel.features import features
 from perfmodel.fit import HELD_OUT_SWEEPS, NEVER_SEEN, read_timings
 from perfmodel.held_out import choice_regret, class_profile, folds_of, interval_factors
 from perfmodel.judge import SHAPE
-from perfmodel.model import LAUNCH_FLOOR_US, PerfModel, model_file, network_file, size_class
+from perfmodel.model import PerfModel, baseline_us, model_file, network_file, size_class
 from perfmodel.network import Network
 from perfmodel.roofline import roofline_us
 
@@ -63,13 +63,13 @@ def test_predict_equals_the_files_evaluated_by_xgboost(model, name):
     arrays = tuple(np.array(x) for x in ([4096.0, 64.0], [1024.0, 1.0], [512.0, 2048.0], [1.0, 1.0]))
     if KERNELS[name].kind == "gemm":
         arrays[1][1] = 48.0
-    names, matrix = features(name, *arrays, model.hardware)
+    names, matrix = features(name, *arrays, model.hardware, model.planned(name))
     smooth = np.zeros(2)
     if model.manifest["kernels"][name]["network"]:
         smooth = Network.load(gzip.decompress(path.with_name(network_file(name)).read_bytes())).predict(matrix)
         names, matrix = [*names, "network"], np.column_stack([matrix, smooth])
     log_ratio = smooth + booster.predict(xgboost.DMatrix(matrix, feature_names=names))
-    expected = (roofline_us(name, *arrays, model.hardware) + LAUNCH_FLOOR_US) * np.exp(log_ratio)
+    expected = baseline_us(name, *arrays, model.hardware, model.planned(name)) * np.exp(log_ratio)
     frame = pd.DataFrame({"kernel": name, **dict(zip("mnk", arrays, strict=False))})
     np.testing.assert_allclose(model.predict(frame)["time_us"], expected, rtol=1e-5)
     assert ("network" in names) == name.startswith("torch/fp8")
@@ -152,7 +152,7 @@ def test_an_explanation_multiplies_up_to_the_prediction(model, call):
     limits = roofline_us(call[0], *(np.array([float(x)]) for x in (*call[1:], 1)), model.hardware)
     assert told.roofline_us == limits[0] and told.correction == 1.0 and told.outside == ()
     strengths = np.abs(np.log(list(told.factors.values())))
-    known = set(features(call[0], *np.ones((4, 1)), model.hardware)[0])
+    known = set(features(call[0], *np.ones((4, 1)), model.hardware, model.planned(call[0]))[0])
     assert (np.diff(strengths) <= 0).all() and set(told.factors) - {"network"} == known
     words = told.words(3)
     assert f"{told.time_us:.2f} us" in words and next(iter(told.factors)) in words and f"bound by {told.bound}" in words

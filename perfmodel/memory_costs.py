@@ -1,0 +1,85 @@
+"""What a memory-bound kernel's launch should cost: a sum of its parts, before trees learn what that leaves.
+
+A few hundred timings show trees where a time jumps, but not how it grows between two of them. So their baseline is a sum of
+costs, none of them negative: of a call, of bytes, of rows and columns, of whole tiles, of waves of programs, of what is masked.
+Beyond the sweep it grows as these do.
+
+`python -m perfmodel.fit_memory_costs` fits them.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from perfmodel.data_folder import data_folder
+from perfmodel.hardware import HardwareSpec
+from perfmodel.kernels import KERNELS
+from perfmodel.memory_plan import Columns, plan
+from perfmodel.roofline import moved_bytes
+
+Array = npt.NDArray[np.float64]
+
+FILE = "memory_costs.json"
+
+
+def terms(kernel: str, m: Array, k: Array, hardware: HardwareSpec) -> Columns:
+    """What may cost time in a call on (rows, columns) = (m, k), by name, each some microseconds."""
+    one, bandwidth = np.ones_like(m), hardware.copy_bandwidth_tbs * 1e6
+    moved = moved_bytes(KERNELS[kernel], m, one, k, one) / bandwidth
+    per_element = moved / (m * k)
+    found: Columns = {
+        "call": one, "log_rows": np.log2(m) / 16, "log_columns": np.log2(k) / 16, "rows": m / 1e4, "columns": k / 1e4,
+        "bytes": moved,
+        "bytes_beyond_l2": np.maximum(moved - hardware.l2_bytes / bandwidth, 0),
+        "read_beyond_l2": np.maximum(2 * m * k - hardware.l2_bytes, 0) / bandwidth,
+        "tiles": per_element * np.ceil(m / 128) * np.ceil(k / 128) * 128 * 128,
+        "row_blocks": per_element * m * 2.0 ** np.ceil(np.log2(k)),
+        "row_loops": per_element * m * np.ceil(k / 1024) * 1024,
+    }  # fmt: skip
+    launch = plan(kernel, m, k)
+    if "programs" in launch:
+        found |= {"programs": launch["programs"] / 1e3, "waves": launch["waves"] / 4, "padded": moved / launch["fill"]}
+    for name in ("odd", "copied"):
+        if name in launch:
+            # Where a result is turned, tiles are taken whole.
+            taken = found["tiles"] if "copied" in launch else moved
+            found |= {name: launch[name], f"{name}_bytes": launch[name] * taken}
+    if "odd" in launch:
+        found["odd_rows"] = launch["odd"] * m / 1e4
+    if "unmasked" in launch:
+        masked = 1 - launch["unmasked"]
+        found |= {"masked": masked, "masked_bytes": masked * moved, "masked_programs": masked * launch["programs"] / 1e3}
+    found |= {name: launch[name] / scale for name, scale in _COUNTS.items() if name in launch}
+    for name in [column.removesuffix("_parts") for column in launch if column.endswith("_parts")]:
+        found[f"{name}_cut"] = (launch[f"{name}_parts"] > 1).astype(float)
+        found[f"{name}_uneven"] = (1 - launch[f"{name}_even"]) * moved
+        found[f"{name}_odd_part"] = (launch[f"{name}_align_part"] < 1) * moved
+    if kernel.startswith("torch/"):
+        found |= {"odd_columns": (k % 8 > 0) * moved, "read_in_l2": np.minimum(2 * m * k, hardware.l2_bytes) / bandwidth}
+    return found
+
+
+# Counts of a launch that cost time by themselves, and what they are divided by.
+_COUNTS = {"steps": 4, "members": 64, "chunk": 64, "down": 64, "across": 16}
+
+
+@lru_cache(maxsize=8)
+def known(hardware_name: str) -> dict[str, dict[str, float]]:
+    """Costs by kernel and name of the term, of a GPU's `memory_costs.json`; none where it has no such file."""
+    path = data_folder() / hardware_name / FILE
+    costs: dict[str, dict[str, float]] = json.loads(path.read_text())["kernels"] if path.is_file() else {}
+    return costs
+
+
+def estimated_us(kernel: str, m: Array, k: Array, hardware: HardwareSpec) -> Array | None:
+    """Time of calls as the sum of their costs, in microseconds; None for a kernel whose costs are not known."""
+    costs = known(hardware.name).get(kernel)
+    if costs is None:
+        return None
+    found = terms(kernel, m, k, hardware)
+    total: Array = np.sum([cost * found[name] for name, cost in costs.items()], axis=0)
+    return total

@@ -1,0 +1,83 @@
+"""Costs of memory-bound launches: fitted, known, growing; and models from before they were known."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import perfmodel
+from perfmodel import hardware as hardware_module
+from perfmodel.data_folder import data_folder
+from perfmodel.features import features
+from perfmodel.fit_memory_costs import fitted
+from perfmodel.kernels import KERNELS
+from perfmodel.memory_costs import FILE, estimated_us, known, terms
+from perfmodel.model import LAUNCH_FLOOR_US, baseline_us
+from perfmodel.roofline import roofline_us
+
+KERNEL = "loka/quantize_rowwise"
+
+
+@pytest.fixture(scope="module")
+def h200():
+    return hardware_module.load("h200")
+
+
+def sizes(count=200, seed=0):
+    generator = np.random.default_rng(seed)
+    return np.floor(2 ** generator.uniform(0, 18, count)), np.floor(2 ** generator.uniform(1, 13, count))
+
+
+def test_costs_are_found_again(h200):
+    """Timings made of three costs, one of twenty off by half."""
+    m, k = sizes(400)
+    found = terms(KERNEL, m, k, h200)
+    time = 0.9 + 1.3 * found["bytes"] + 0.4 * found["programs"]
+    off = np.where(np.arange(len(m)) % 20 == 0, 1.5, 1.0)
+    costs = fitted(KERNEL, pd.DataFrame({"m": m, "k": k, "p50_us": time * off}), h200)
+    again = np.sum([cost * found[name] for name, cost in costs.items()], axis=0)
+    assert np.abs(again / time - 1).max() < 0.02
+    assert min(costs.values()) >= 0
+
+
+def test_what_is_known_names_terms_of_each_kernel_and_never_falls(h200):
+    document = json.loads((data_folder() / "h200" / FILE).read_text())
+    assert document["kernels"] == known("h200") and set(known("h200")) <= set(KERNELS)
+    m, k = sizes()
+    for kernel, costs in known("h200").items():
+        assert set(costs) <= set(terms(kernel, m, k, h200)) and min(costs.values()) > 0
+        time = estimated_us(kernel, m, k, h200)
+        assert time is not None and (time > 0.2).all()
+        # Twice the rows and columns at the same alignment: four times the bytes.
+        assert (estimated_us(kernel, 1024 * m, 1024 * k, h200) > time).all()
+
+
+def test_the_baseline_is_the_cost_where_it_is_known(h200):
+    m, k = sizes(20)
+    one = np.ones_like(m)
+    np.testing.assert_array_equal(baseline_us(KERNEL, m, one, k, one, h200), estimated_us(KERNEL, m, k, h200))
+    roofline = roofline_us(KERNEL, m, one, k, one, h200) + LAUNCH_FLOOR_US
+    np.testing.assert_array_equal(baseline_us(KERNEL, m, one, k, one, h200, planned=False), roofline)
+    other = dataclasses.replace(h200, name="another")
+    assert known("another") == {} and estimated_us(KERNEL, m, k, other) is None
+    np.testing.assert_array_equal(baseline_us(KERNEL, m, one, k, one, other), roofline)
+    names, matrix = features(KERNEL, m, one, k, one, other)
+    assert matrix.shape == (20, len(names)) and "programs" in names and np.isfinite(matrix).all()
+
+
+def test_a_model_says_whether_its_trees_know_of_launches(h200):
+    model = perfmodel.load("h200")
+    m, k = sizes(20)
+    one = np.ones_like(m)
+    for kernel in (KERNEL, "torch/quantize_tensorwise", "fbgemm/quantize_rowwise"):
+        columns = model.learned(kernel)[1].features
+        assert columns == features(kernel, m, one, k, one, h200, model.planned(kernel))[1].shape[1]
+        entries = {
+            **model.manifest["kernels"],
+            kernel: {**model.manifest["kernels"][kernel], "planned": not model.planned(kernel)},
+        }
+        other = dataclasses.replace(model, manifest={**model.manifest, "kernels": entries})
+        with pytest.raises(ValueError, match="columns|features"):
+            other.predict({"kernel": [kernel], "m": [512], "n": [1], "k": [512]})
