@@ -28,6 +28,8 @@ _BLOCK = 8192
 _GROUPS = 2048
 # A row up to this long is held in registers between its amax and its cast.
 _LONGEST_ROW = 16384
+# Rows so far apart are copied first: a program takes up to 2,048 of them, and places inside of it have 32 bits.
+_FAR = 2**20
 # Elements of the smallest program: the instructions that convert take four values of a thread at once.
 _LEAST = 128
 # Programs of the two-pass kernels; as many partial maxima are reduced by every program of the second pass.
@@ -92,7 +94,7 @@ def quantize_into(
         raise ValueError(f"{recipe.name}: amax_out is one tensor's; use a tensorwise recipe or leave it out")
     if amax is not None and recipe.shared is not None:
         raise ValueError(f"{recipe.name} takes its exponents from the tensor, not from a given amax")
-    if recipe.scaling in ("none", "tensorwise", "block1x128", "mx32", "bdr16") or x.stride(1) != 1:
+    if recipe.scaling in ("none", "tensorwise", "block1x128", "mx32", "bdr16") or x.stride(1) != 1 or x.stride(0) >= _FAR:
         x = x.contiguous()
     dense = {
         name: tensor if tensor is None or tensor.is_contiguous() else tensor.new_empty(tensor.shape)
@@ -160,8 +162,8 @@ def _launch(x: torch.Tensor, recipe: Recipe, amax: Any, scales: Any, codes: Any,
         )  # fmt: skip
     elif recipe.scaling == "block128x128":
         run(
-            kernels.tile_kernel, (columns // 128, rows // 128), 128 * 128, x, amax, *outputs, columns, x.stride(0),
-            TILE=128, C=constants,
+            kernels.tile_kernel, (columns // 128 * (rows // 128),), 128 * 128, x, amax, *outputs, columns // 128, columns,
+            x.stride(0), TILE=128, C=constants,
         )  # fmt: skip
     elif recipe.scaling == "rowwise" and columns > _LONGEST_ROW:
         run(

@@ -44,11 +44,13 @@ def byte(quotient, C: tl.constexpr):
 
 @triton.jit
 def dual_kernel(
-    x, amax, inverses, codes, turned, scales, turned_scales, flag, rows, columns, x_stride, partials,
+    x, amax, inverses, codes, turned, scales, turned_scales, flag, rows, columns, x_stride, partials, wide, tall,
     PARTIALS: tl.constexpr, LINES: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """A ROWS x WIDTH tile into both layouts; `turned` is of int32, each the codes of four rows, and 4 divides `rows`.
+    """One of `tall` x `wide` tiles, each ROWS x WIDTH, into both layouts.
+
+    `turned` is of int32, each the codes of four rows, and 4 divides `rows`.
 
     Without `codes`, `turned` alone is written, and `inverses` are of columns alone.
 
@@ -57,8 +59,9 @@ def dual_kernel(
     (BLOCKS), or the tile's. Four tensors hold every fourth row each, so that threads exchange words, not bytes. Tiles
     are visited from the end: what was read last for the maxima is what the L2 still holds.
     """
-    across = tl.num_programs(0) - 1 - tl.program_id(0)
-    down = tl.num_programs(1) - 1 - tl.program_id(1)
+    # On one axis, since the second of a grid ends at 65,535.
+    across = wide - 1 - tl.program_id(0) % wide
+    down = tall - 1 - tl.program_id(0) // wide
     group = down * (ROWS // 4) + tl.arange(0, ROWS // 4)
     column = across * WIDTH + tl.arange(0, WIDTH)
     in_row, in_column = group < rows // 4, column < columns
@@ -87,14 +90,13 @@ def dual_kernel(
             if flag is not None:
                 report(flag, tl.max(column_bits, 0))
             if codes is not None:
-                step = tl.num_programs(0)
-                slots = scales + row * step + across
+                slots = scales + row * wide + across
                 s0, i0 = row_scale(tl.max(b0, 1), slots, C)
-                s1, i1 = row_scale(tl.max(b1, 1), slots + step, C)
-                s2, i2 = row_scale(tl.max(b2, 1), slots + 2 * step, C)
-                s3, i3 = row_scale(tl.max(b3, 1), slots + 3 * step, C)
+                s1, i1 = row_scale(tl.max(b1, 1), slots + wide, C)
+                s2, i2 = row_scale(tl.max(b2, 1), slots + 2 * wide, C)
+                s3, i3 = row_scale(tl.max(b3, 1), slots + 3 * wide, C)
             scale, inverse = scale_of(column_bits, C)
-            tl.store(turned_scales + column.to(tl.int64) * tl.num_programs(1) + down, scale)
+            tl.store(turned_scales + column.to(tl.int64) * tall + down, scale)
             scale, inverse = scale[None, :], inverse[None, :]
         else:
             amax_bits = tl.max(column_bits, 0)
@@ -104,8 +106,8 @@ def dual_kernel(
         s0, s1, s2, s3, i0, i1, i2, i3 = scale, scale, scale, scale, inverse, inverse, inverse, inverse
         if PARTIALS == 0 or (across == 0) & (down == 0):
             if codes is not None:
-                tl.store(scales + down * tl.num_programs(0) + across, scale)
-            tl.store(turned_scales + across * tl.num_programs(1) + down, scale)
+                tl.store(scales + down * wide + across, scale)
+            tl.store(turned_scales + across * tall + down, scale)
     if codes is not None:
         q0, q1, q2, q3 = divide(x0, s0, i0, C), divide(x1, s1, i1, C), divide(x2, s2, i2, C), divide(x3, s3, i3, C)
         target = codes + row[:, None] * columns + column[None, :]
@@ -234,10 +236,11 @@ def _launch(
             mode = "tensor" if tensorwise else "lines" if lines else "blocks" if blocks else "tile"
             gpu_pairs.launch(x, mode, amax, codes, turned, scales, turned_scales, flag, constants)
             return flag is None or not int(flag)
-        dual_kernel[(cdiv(columns, width), cdiv(rows, height))](
+        wide, tall = cdiv(columns, width), cdiv(rows, height)
+        dual_kernel[(wide * tall,)](
             x, amax, inverses, codes, turned.view(torch.int32), scales, turned_scales, flag, rows, columns, x.stride(0), partials,
-            PARTIALS=next_power_of_2(partials) if partials else 0, LINES=lines, BLOCKS=blocks, ROWS=height, WIDTH=width,
-            C=constants, num_warps=warps, enable_fp_fusion=False,
+            wide, tall, PARTIALS=next_power_of_2(partials) if partials else 0, LINES=lines, BLOCKS=blocks,
+            ROWS=height, WIDTH=width, C=constants, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return flag is None or not int(flag)
 

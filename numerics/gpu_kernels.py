@@ -372,13 +372,15 @@ def long_row_kernel(
 
 
 @triton.jit
-def tile_kernel(x, amax, scales, codes, values, flag, columns, x_stride, TILE: tl.constexpr, C: tl.constexpr):
-    """One scale for each TILE x TILE block of a matrix that they divide."""
-    row = tl.arange(0, TILE)[:, None]
-    column = tl.arange(0, TILE)[None, :] + tl.program_id(0) * TILE
-    first = tl.program_id(1).to(tl.int64) * TILE
+def tile_kernel(x, amax, scales, codes, values, flag, wide, columns, x_stride, TILE: tl.constexpr, C: tl.constexpr):
+    """One scale for each TILE x TILE block of a matrix that they divide, `wide` of them side by side."""
+    # On one axis, since the second of a grid ends at 65,535.
+    index = tl.program_id(0)
+    down = index // wide
+    row = tl.arange(0, TILE).to(tl.int64)[:, None]
+    column = tl.arange(0, TILE)[None, :] + (index - down * wide) * TILE
+    first = down.to(tl.int64) * TILE
     loaded = tl.load(x + first * x_stride + row * x_stride + column).to(tl.float32)
-    index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     if amax is None or flag is not None:
         amax_bits = tl.max(tl.max(magnitude_bits(loaded), 1), 0)
         report(flag, amax_bits)

@@ -51,16 +51,18 @@ def runs_kernel(
 
 
 @triton.jit
-def block_kernel(x, codes, scales, flag, words, x_stride, TILE: tl.constexpr, C: tl.constexpr):
-    """One scale for each TILE x TILE block of a matrix that they divide."""
-    row = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
-    column = tl.program_id(0) * (TILE // 2) + tl.arange(0, TILE // 2)[None, :]
+def block_kernel(x, codes, scales, flag, wide, words, x_stride, TILE: tl.constexpr, C: tl.constexpr):
+    """One scale for each TILE x TILE block of a matrix that they divide, `wide` of them side by side."""
+    # On one axis, since the second of a grid ends at 65,535.
+    down = tl.program_id(0) // wide
+    row = (down * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
+    column = (tl.program_id(0) - down * wide) * (TILE // 2) + tl.arange(0, TILE // 2)[None, :]
     word = tl.load(x + row * x_stride + column)
     bits = tl.max(tl.max(raised(tl.zeros((TILE, TILE // 2), tl.int32), word), 1), 0) & _HIGH_MAGNITUDE
     report(flag, bits)
     scale, inverse, rest = scale_and_inverse(bits, C)
     if scales is not None:
-        tl.store(scales + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), scale)
+        tl.store(scales + tl.program_id(0), scale)
     store_row(codes + row * words + column, None, word, inverse, rest, C)
 
 
@@ -82,8 +84,9 @@ def quantize(
     rows, columns = x.shape
     source, target, stride = x.view(torch.int32), codes.view(torch.int16), x.stride(0) // 2
     if recipe.scaling == "block128x128":
-        block_kernel[(columns // 128, rows // 128)](
-            source, target, scales, flag, columns // 2, stride, TILE=128, C=constants,
+        wide = columns // 128
+        block_kernel[(wide * (rows // 128),)](
+            source, target, scales, flag, wide, columns // 2, stride, TILE=128, C=constants,
             num_warps=_BLOCK_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         return

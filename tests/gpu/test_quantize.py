@@ -182,6 +182,34 @@ def test_strides_long_rows_and_in_place(scaling):
     assert_same(big, wanted, f"seed {seed}: in place")
 
 
+@pytest.mark.parametrize("scaling", ["rowwise", "columnwise"])
+def test_rows_further_apart_than_32_bits_count(scaling):
+    """A few columns of a very wide matrix: of rows that one program takes, the last lies 2^31 elements behind the first."""
+    memory = torch.zeros(2**32, dtype=torch.bfloat16, device="cuda")
+    for shape, stride in (((2048, 1), 2**21), ((1024, 2), 2**22)):
+        view = memory.as_strided(shape, (stride, 1))
+        view.copy_(torch.randn(shape))
+        made, wanted = (quantize(x, f"e4m3/{scaling}") for x in (view, view.contiguous()))
+        assert torch.equal(made.codes, wanted.codes) and torch.equal(made.scales, wanted.scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_more_tiles_of_rows_than_a_grid_s_second_axis_has(dtype):
+    """65,536 blocks of 128 rows, and one more."""
+    from numerics.gpu_dual import quantize_dual
+
+    rows = 128 * 65537
+    x = torch.zeros(rows, 128, dtype=dtype, device="cuda")
+    last = torch.randn(256, 128, device="cuda").to(dtype)
+    x[-256:] = last
+    made, wanted = quantize(x, "e4m3/block128x128"), quantize(last, "e4m3/block128x128")
+    assert torch.equal(made.codes[-256:], wanted.codes) and torch.equal(made.scales[-2:], wanted.scales)
+    for scaling in ("block128x128", "block1x128"):
+        (codes, turned), (some, some_turned) = (quantize_dual(y, f"e4m3/{scaling}") for y in (x, last))
+        assert torch.equal(codes.codes[-256:], some.codes) and torch.equal(turned.codes[:, -256:], some_turned.codes)
+        assert torch.equal(turned.scales[:, -2:], some_turned.scales)
+
+
 def test_what_is_not_finite_is_refused():
     for name, bad in itertools.product(("e4m3", "e4m3/tensorwise", "int8/rowwise", "mxfp4", "mx9"), (torch.nan, torch.inf)):
         x = torch.ones(256, 512, device="cuda")
