@@ -1,13 +1,15 @@
 """How good the kernel-time model is on shapes that it has not seen, per kernel and size; how far it extrapolates; and its peers.
 
-    python benchmarks/time_model.py [accuracy] [coverage] [unseen] [extrapolation] [peers] [--folds N] [--kernels PATTERN ...]
+    python benchmarks/time_model.py [accuracy] [repeat] [coverage] [unseen] [extrapolation] [peers] [--folds N]
+        [--kernels PATTERN ...]
 
-accuracy: cross-validation by whole shapes over the fitted sweeps of an H200. coverage: whole runs left out, the intervals
-from the errors of other left-out runs alone. unseen: the shipped trees on the sweeps that no fit saw, the zoo's models, `blind`
-to `blind3`. extrapolation: fitted without the largest octave of M, N, K and FLOPs, and without one K, and judged there. peers:
-each fitted on the same folds; nvMatmulHeuristics where it is installed (pip install nvidia-matmul-heuristics). Regret is the
-geometric mean of the chosen kernel's measured time over the best one's: per FP8 kernel of the choice between it and bf16. On
-two cores everything takes about half an hour.
+accuracy: cross-validation by whole shapes over the fitted sweeps of an H200. repeat: how far two runs' timings of one kernel
+on one shape are apart, and half of that, which is what the best guess between them is off. coverage: whole runs left out, the
+intervals from the errors of other left-out runs alone. unseen: the shipped trees on the sweeps that no fit saw, the zoo's
+models, `blind` to `blind3` and `blind_memory`. extrapolation: fitted without the largest octave of M, N, K and FLOPs, and
+without one K, and judged there. peers: each fitted on the same folds; nvMatmulHeuristics where it is installed (pip install
+nvidia-matmul-heuristics). Regret is the geometric mean of the chosen kernel's measured time over the best one's: per FP8 kernel
+of the choice between it and bf16. On two cores everything takes about half an hour.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from perfmodel.parallel import each
 
 Array = npt.NDArray[np.float64]
 
-SECTIONS = ("accuracy", "coverage", "unseen", "extrapolation", "peers")
+SECTIONS = ("accuracy", "repeat", "coverage", "unseen", "extrapolation", "peers")
 HARDWARE = "h200"
 UNSEEN_K = 1024
 # What the others cost a user beside the GEMM is in benchmarks/choice.py; this is the term that was fitted for nvMatmulHeuristics.
@@ -108,6 +110,21 @@ def accuracy_table(rows: pd.DataFrame, predicted: Array, bounds: Array | None, t
                 f"choice of {whose}, {regret['shapes']} shapes: right {regret['right']:.1%}, regret {regret['geomean']:.2%}, "
                 f"p90 {regret['p90']:.1%}, worst {regret['worst']:.0%}"
             )
+
+
+def repeat(data: Data) -> None:
+    """Timings of the same kernel on the same shape in two runs, of whatever sweeps."""
+    rows = data.everything[data.everything["kernel"].isin(data.rows["kernel"].unique())]
+    key = ["kernel", *SHAPE]
+    pairs = rows.merge(rows, on=key, suffixes=("", "_again"))
+    pairs = pairs[pairs["run"] < pairs["run_again"]]
+    apart = (2 * np.tanh(np.abs(np.log(pairs["p50_us_again"] / pairs["p50_us"])) / 2)).groupby(pairs["kernel"])
+    print("\nTwo runs' timings of one shape: difference over their mean, and the error of the best guess between them")
+    print(f"{'kernel':38s} {'pairs':>6s} {'mean':>7s} {'median':>7s} {'p90':>7s} {'over 10%':>9s} {'best guess':>11s}")
+    for kernel in (name for name in KERNELS if name in apart.groups):
+        d = apart.get_group(kernel)
+        shares = f"{d.mean():7.1%} {d.median():7.1%} {d.quantile(0.9):7.1%} {(d > 0.1).mean():9.1%} {d.mean() / 2:11.1%}"
+        print(f"{kernel:38s} {len(d):6d} {shares}")
 
 
 def coverage(data: Data) -> None:
@@ -269,6 +286,8 @@ def main() -> int:
         shapes = data.rows.groupby(SHAPE).ngroups
         title = f"Held-out shapes: {FOLDS}-fold cross-validation over {shapes} shapes, {len(data.rows)} timings"
         accuracy_table(*data.judged(), None, title)
+    if "repeat" in wanted:
+        repeat(data)
     if "coverage" in wanted:
         coverage(data)
     if "unseen" in wanted:

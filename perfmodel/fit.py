@@ -60,6 +60,7 @@ NEVER_SEEN = {
     "blind2": "held_out_blind2",
     "blind3": "held_out_blind3",
     "blind_memory": "held_out_blind_memory",
+    "blind_memory2": "held_out_blind_memory2",
 }
 TORCH_GEMMS = tuple(name for name in GEMM_KERNELS if KERNELS[name].library == "torch")
 HELD_OUT_SWEEPS = (*NEVER_SEEN, "repeat")
