@@ -151,6 +151,8 @@ def unseen(data: Data) -> None:
     for sweep, what in (
         ("zoo", "Whole models (sweep zoo)"), ("blind", "Fresh shapes (sweep blind)"),
         ("blind2", "Fresh shapes, looked at once (sweep blind2)"), ("blind3", "Fresh shapes of one process (sweep blind3)"),
+        ("blind_memory", "Fresh operands of one process (sweep blind_memory)"),
+        ("blind_memory2", "Fresh operands of one process, looked at once (sweep blind_memory2)"),
     ):  # fmt: skip
         rows = data.everything[(data.everything["sweep"] == sweep) & data.everything["kernel"].isin(data.kernels)]
         rows = rows[rows["kernel"].isin(list(model.manifest["kernels"]))].reset_index(drop=True)
