@@ -37,8 +37,8 @@ ROUNDS = 500
 # Memory-bound kernels: what torch.compile tunes is now and then a kernel three times as slow, which the median leaves aside.
 MEMORY_PARAMETERS = {**PARAMETERS, "objective": "reg:absoluteerror", "max_depth": 4}
 # Of the trees that quick launches grow.
-FIRST_PARAMETERS = {**PARAMETERS, "max_depth": 12, "eta": 0.06, "min_child_weight": 16.0}
-FIRST_ROUNDS = 300
+FIRST_PARAMETERS = {**PARAMETERS, "max_depth": 12, "eta": 0.08, "min_child_weight": 16.0}
+FIRST_ROUNDS = 220
 # Of those on top of them.
 NEXT_PARAMETERS = {**PARAMETERS, "objective": "reg:absoluteerror", "eta": 0.06}
 NEXT_ROUNDS = 200
