@@ -46,7 +46,8 @@ def add(file: Path, profiles: Sequence[Path]) -> None:
         known["machine"] = known["machine"] or profile["machine"]
         same = [profile[name] for name in KEPT[:3]]
         known["steps"] = [step for step in known["steps"] if [step[name] for name in KEPT[:3]] != same]
-        known["steps"].append({**{name: profile[name] for name in KEPT}, "shared": False})
+        host = {name: profile[name] for name in ("host", "tensors", "compiled_in_s") if name in profile}
+        known["steps"].append({**{name: profile[name] for name in KEPT}, "shared": False, **host})
     known["steps"].sort(key=lambda step: [str(step[name]) for name in KEPT[:3]])
     file.write_text(json.dumps(known, indent=1) + "\n")
 
