@@ -42,7 +42,7 @@ def read_timings(hardware: str, folder: Path | None = None) -> pd.DataFrame:
 
     The column `run` numbers the runs of `hil.collect` that the rows come from, as the sidecars tell them; without a sidecar
     each sweep counts as one. What several workers measured is brought to the level of one process (`SHARED_US`,
-    `SHARED_LAUNCH_US`).
+    `SHARED_GROUPED_US`, `SHARED_LAUNCH_US`).
 
     Args:
         hardware: A name of `perfmodel.hardware.available()`.
@@ -67,14 +67,7 @@ def read_timings(hardware: str, folder: Path | None = None) -> pd.DataFrame:
         run, shared = _runs(path, frame)
         first = 1 + max((int(known["run"].max()) for known in frames if len(known)), default=-1)
         frame = frame.assign(run=first + run)
-        if path.stem == "gemm":
-            start, end = SHARED_FADES_US
-            share = np.clip((end - frame["p50_us"]) / (end - start), 0, 1)
-            grouped = frame["kernel"].str.contains("grouped").to_numpy(dtype=bool)
-            frame["p50_us"] += np.where(shared, np.where(grouped, SHARED_GROUPED_US, SHARED_US * share), 0.0)
-        else:
-            launched = shared & (frame["p50_us"] >= LEAST_US)
-            frame["p50_us"] += np.where(launched, SHARED_LAUNCH_US * launches(frame["kernel"], frame["m"], frame["k"]), 0.0)
+        frame = of_one_process(frame, shared)
         modelled = [name in KERNELS and KERNELS[name].kind != "linear" for name in frame["kernel"]]
         unknown = sorted(set(frame["kernel"]) - set(KERNELS))
         if unknown:
@@ -82,6 +75,28 @@ def read_timings(hardware: str, folder: Path | None = None) -> pd.DataFrame:
         frames.append(frame[modelled])
     everything = pd.concat(frames, ignore_index=True)
     return everything[everything["p50_us"] >= LEAST_US].reset_index(drop=True)
+
+
+def of_one_process(frame: pd.DataFrame, shared: npt.NDArray[np.bool_]) -> pd.DataFrame:
+    """Timings with those that were `shared` (rows,), measured beside other processes, at the level of one process.
+
+    The level is of what is typical; every quantile of a row moves by as much.
+    """
+    time = frame["p50_us"].to_numpy(dtype=float)
+    kinds = np.array([KERNELS[name].kind if name in KERNELS else "" for name in frame["kernel"]], dtype=object)
+    memory, grouped = np.isin(kinds, ("quantize", "layout", "pointwise")), frame["kernel"].str.contains("fp8_grouped")
+    start, end = SHARED_FADES_US
+    short = np.where(grouped, SHARED_GROUPED_US, SHARED_US * np.clip((end - time) / (end - start), 0, 1))
+    short[memory] = SHARED_LAUNCH_US * launches(frame["kernel"][memory], frame["m"][memory], frame["k"][memory])
+    # What launches nothing is not short.
+    short = np.where(shared & ~(memory & (time < LEAST_US)), short, 0.0)
+    moved = [name for name in ("p10_us", "p50_us", "p90_us") if name in frame]
+    return frame.assign(**{name: frame[name] + short for name in moved})
+
+
+def runs_shared(path: Path, frame: pd.DataFrame) -> npt.NDArray[np.bool_]:
+    """Whether each row of the timings at `path` was measured by a run of several workers, (rows,)."""
+    return _runs(path, frame)[1]
 
 
 def _runs(path: Path, frame: pd.DataFrame) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:

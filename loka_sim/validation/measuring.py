@@ -231,13 +231,18 @@ def collectives(folder: Path, gpus: int, seconds: float) -> None:
 def timings(folder: Path) -> pandas.DataFrame:
     """What `sweep` has measured into a folder, all families together; empty when nothing.
 
-    Less than a launch can take means that nothing was launched (the transposition of a single column): no time.
+    Less than a launch can take means that nothing was launched (the transposition of a single column): no time. What several
+    workers measured beside each other is brought to the level of one process, as the model's own timings are.
     """
     import pandas
 
-    from perfmodel.fit import LEAST_US
+    from perfmodel.measured import LEAST_US, of_one_process, runs_shared
 
-    found = [pandas.read_parquet(path) for family in ("gemm", "memory") if (path := folder / f"{family}.parquet").is_file()]
+    found = []
+    for path in (folder / f"{family}.parquet" for family in ("gemm", "memory")):
+        if path.is_file():
+            frame = pandas.read_parquet(path)
+            found.append(of_one_process(frame, runs_shared(path, frame)))
     columns = ["kernel", "m", "n", "k", "groups", "p10_us", "p50_us", "p90_us", "sweep", "eager_us"]
     if not found:
         return pandas.DataFrame(columns=columns)
