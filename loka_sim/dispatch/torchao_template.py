@@ -54,7 +54,23 @@ class TableMismatchError(ValueError):
     """The model is not the one that the table was made for; nothing was converted."""
 
 
-class AutocastFloat8Linear(Float8Linear):
+class RowwiseFloat8Linear(Float8Linear):
+    """A `Float8Linear` that scales rows, fit for an input that lies in memory otherwise (a transposed view).
+
+    torchao quantizes such an input as it lies, and refuses to lay out anew what has a scale for each row.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The linear map of `input` (..., in_features)."""
+        return super().forward(_laid_out(input, self.config))
+
+
+def _laid_out(input: torch.Tensor, config: Float8LinearConfig) -> torch.Tensor:
+    rowwise = config.cast_config_input.scaling_granularity is ScalingGranularity.AXISWISE
+    return input.contiguous() if rowwise else input
+
+
+class AutocastFloat8Linear(RowwiseFloat8Linear):
     """A `Float8Linear` with a GEMM left in bfloat16, fit for float32 weights under autocast.
 
     torchao hands the weight to that GEMM as it is, and its backward would then multiply bfloat16 by float32.
@@ -65,8 +81,8 @@ class AutocastFloat8Linear(Float8Linear):
         if not torch.is_autocast_enabled():
             return super().forward(input)
         dtype = torch.get_autocast_dtype("cuda")
-        weight = self.weight.to(dtype)
-        output = matmul_with_hp_or_float8_args.apply(input.to(dtype), weight.t(), self.linear_mm_config, self.config)
+        weight, input = self.weight.to(dtype), _laid_out(input, self.config).to(dtype)
+        output = matmul_with_hp_or_float8_args.apply(input, weight.t(), self.linear_mm_config, self.config)
         return output if self.bias is None else output + self.bias.to(dtype)
 
 
@@ -100,11 +116,11 @@ def convert(model: nn.Module, *, leave: Iterable[str] = (), emulate: bool = Fals
         module = model.get_submodule(fqn)
         if not isinstance(module, Float8Linear):
             continue
-        if ScalingType.DISABLED in (
+        in_bf16 = ScalingType.DISABLED in (
             module.config.cast_config_weight.scaling_type,
             module.config.cast_config_weight_for_grad_input.scaling_type,
-        ):
-            module.__class__ = AutocastFloat8Linear
+        )
+        module.__class__ = AutocastFloat8Linear if in_bf16 else RowwiseFloat8Linear
         converted.setdefault(name, module)
     # A module that the model holds under several names is one module afterwards, too.
     for fqn, name in names.items():

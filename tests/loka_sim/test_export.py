@@ -218,6 +218,26 @@ def test_every_mix_of_kernels_is_expressed_and_runs(load):
             assert error < 0.004 if kernel == BF16 else 0.02 < error < 0.06, (kernels, kernel, error)
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_an_input_that_lies_transposed(load, mixed):
+    """What fails in torchao by itself: rows of such an input are scaled, and then to be laid out anew."""
+    kernels = tuple(BF16 if mixed and name == "grad_input" else f"torch/fp8_rowwise_{how}" for name, how in
+                    zip(PASSES, ("fast", "split", "split"), strict=True))  # fmt: skip
+    torch.manual_seed(3)
+    x, weight = torch.randn(8, 32, 16).bfloat16(), torch.randn(48, 32).bfloat16()
+    results = []
+    for given in (x.transpose(1, 2), x.transpose(1, 2).contiguous()):
+        model = nn.Sequential(nn.Linear(32, 48, bias=False)).bfloat16()
+        with torch.no_grad():
+            model[0].weight.copy_(weight)
+        load(table_for(model, lambda name, _: kernels)).convert(model, emulate=True)
+        given = given.detach().requires_grad_()
+        out = model(given)
+        out.float().square().sum().backward()
+        results.append((out, given.grad, model[0].weight.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 def test_float32_weights_under_autocast(load):
     """What fails in torchao by itself: a backward GEMM in bf16 beside float32 weights."""
     model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
@@ -295,7 +315,7 @@ def test_a_module_under_two_names_stays_one(load):
 
     model = Twice()
     load(table_of([site("a", 32, 32, ROWWISE)])).convert(model)
-    assert type(model.a).__name__ == "Float8Linear"
+    assert type(model.a).__name__.endswith("Float8Linear")
     assert model.a is model.b is model.inner[0]
 
 
