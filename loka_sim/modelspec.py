@@ -267,6 +267,12 @@ class ModelSpec:
         return sum(gemm.flops(size) for site in self.sites for gemm in site.passes.values())
 
     @property
+    def left_out(self) -> str:
+        """The first of `unaccounted` in words, and how many more there are; empty where there is none."""
+        more = len(self.unaccounted) - 3
+        return "; ".join(self.unaccounted[:3]) + (f" and {more} more" if more > 0 else "")
+
+    @property
     def fingerprint(self) -> str:
         """Identity of the dense part, whatever the batch: sites with their weights' shapes.
 

@@ -144,9 +144,7 @@ def _step(answer: WhatIf) -> Iterable[Statement]:
 
 def _left_out(answer: WhatIf) -> Iterable[Statement]:
     if answer.spec.unaccounted:
-        names = list(answer.spec.unaccounted)
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        yield "warning", f"Seen in the model and not accounted for: {'; '.join(names[:3])}{more}."
+        yield "warning", f"Seen in the model and not accounted for: {answer.spec.left_out}."
     stand_ins = dict.fromkeys(entry for site in answer.sites for entry in site.around.stand_ins)
     if stand_ins:
         yield "note", f"Without a timing of their own: {', '.join(f'{a} timed as {b}' for a, b in stand_ins)}."

@@ -323,7 +323,8 @@ def _check_sizes(spec: ModelSpec, batch: int) -> None:
                     mend = f"write a smaller size (at most {limit})" if alone > limit else "give a smaller batch"
                     raise UserError(f"--batch {batch}: site {site.name} has {what} of {_short(size)}{unit}; {mend}")
     if not spec.sites:
-        raise UserError(f"{spec.name} has no GEMM at all; nothing can be decided")
+        without = f" beside what is not accounted for ({spec.left_out})" if spec.unaccounted else " at all"
+        raise UserError(f"{spec.name} has no GEMM{without}; nothing can be decided")
 
 
 def _short(size: int) -> str:

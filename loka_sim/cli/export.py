@@ -47,5 +47,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is None:
         print(exported.text, end="")
     else:
-        print(f"wrote {arguments.out}: {exported.modules} modules in FP8")
+        print(f"wrote {arguments.out}: {exported.modules} module{'s' * (exported.modules != 1)} in FP8")
     return 0

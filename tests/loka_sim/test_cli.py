@@ -469,10 +469,23 @@ def test_export_that_cannot_be_written(capsys, made_up, spec_file, tmp_path):
     assert (code, out) == (2, "") and "megatron" in err and err.count("\n") == 1
 
 
+def test_a_model_without_gemms_is_one_line_that_names_what_is_not_accounted_for(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "their_layers.py").write_text(
+        "import torch\n"
+        "def norm():\n    return torch.nn.LayerNorm(64), (torch.empty(128, 64),)\n"
+        "def bilinear():\n    return torch.nn.Bilinear(16, 32, 64), (torch.empty(128, 16), torch.empty(128, 32))\n"
+    )
+    code, out, err = run(capsys, "whatif", "their_layers:norm")
+    assert (code, out, err) == (2, "", "loka-sim: LayerNorm has no GEMM at all; nothing can be decided\n")
+    code, out, err = run(capsys, "step", "their_layers:bilinear")
+    assert (code, out) == (2, "") and err.count("\n") == 1 and "not accounted for ((root): _trilinear" in err
+
+
 def test_export_writes_a_module(capsys, made_up, spec_file, tmp_path):
     run(capsys, "whatif", spec_file, "--out", tmp_path / "run")
     code, out, _ = run(capsys, "export", tmp_path / "run", "--out", tmp_path / "fp8.py")
-    assert code == 0 and "modules in FP8" in out
+    assert code == 0 and out == f"wrote {tmp_path / 'fp8.py'}: 2 modules in FP8\n"
     source = (tmp_path / "fp8.py").read_text()
     compile(source, "fp8.py", "exec")
     code, out, _ = run(capsys, "export", tmp_path / "run" / "dispatch_table.json")
