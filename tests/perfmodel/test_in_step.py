@@ -81,6 +81,8 @@ def test_families_tell_quantization_from_the_rest():
     assert in_step.family("row", "abs amax relu", 64, 0) == "quantize_reduction"
     assert in_step.family("row", "amax exp sub sum", 64, 0) == "reduction"  # a softmax
     assert in_step.family("external", "index_add", 64, 0) == "pointwise"
+    assert in_step.family("row", "abs amax cast rescale_rounded*2", 64, 0) == "rescale"  # whose bytes are the least of it
+    assert SHIPPED.fused(["rescale"], [2**20]) == 1
     assert in_step.family("unheard of", "add", 64, 0) == ""
     spread = [in_step.family("scatter", "add", 64, size) for size in (0, 32 * 64, 64 * 64)]
     assert spread == ["scatter", "scatter_strided", "scatter_turned"]
