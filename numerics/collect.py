@@ -15,6 +15,8 @@ _BUCKETS = 256 << _FRACTION_BITS
 _FULL_COVARIANCE_FEATURES = 2048
 # Profiles are taken from the first rows of an update (rows are independent), their amax from all of them.
 _PROFILE_ROWS = 1024
+# Sizes whose squares float32 holds with all its bits, sums of them included.
+_LEAST, _MOST = 2.0**-55, 2.0**55
 
 
 class StatisticsAccumulator:
@@ -53,7 +55,7 @@ class StatisticsAccumulator:
         """Take in one (rows, features) array or tensor of any float type, on any device.
 
         Raises:
-            ValueError: the rank or width is wrong, or a value is NaN or infinite.
+            ValueError: the rank or width is wrong, a value is NaN or infinite, or so large that its square is beyond float32.
         """
         x = as_array(values)
         if x.ndim != 2 or x.shape[1] != self.features:
@@ -62,6 +64,9 @@ class StatisticsAccumulator:
             return
         if not np.isfinite(x).all():
             raise ValueError(f"{int((~np.isfinite(x)).sum())} of {x.size} values are not finite; collect before they are")
+        amax = np.abs(x).max(0)
+        if amax.max() > _MOST:
+            raise ValueError(_out_of_range(float(amax.max())))
         batch = x.shape[0]
         batch_mean = x.mean(0, dtype=np.float64)
         delta = batch_mean - self._mean
@@ -69,7 +74,7 @@ class StatisticsAccumulator:
         self._scatter.add((x - batch_mean.astype(np.float32)), delta, self.rows * batch / total)
         self._mean = self._mean + delta * (batch / total)
         self._squares += np.square(x, dtype=np.float64).sum(0)
-        self._amax = np.maximum(self._amax, np.abs(x).max(0))
+        self._amax = np.maximum(self._amax, amax)
         self._zeros += (x == 0).sum(0)
         self.rows = total
         self._count_values(x)
@@ -103,10 +108,12 @@ class StatisticsAccumulator:
             rank: Covariance factors to keep; all (up to 512 features) or 64 when None.
 
         Raises:
-            ValueError: nothing was seen.
+            ValueError: nothing was seen, or values so small that their squares are below float32.
         """
         if not self.rows:
             raise ValueError("no rows were seen; there are no statistics")
+        if 0.0 < self._amax.max() < _LEAST:
+            raise ValueError(_out_of_range(float(self._amax.max())))
         if rank is None:
             rank = self.features if self.features <= 512 else 64
         second = self._squares / self.rows
@@ -258,6 +265,13 @@ class _Scatter:
             shrunk = np.sqrt(np.maximum(np.square(singular) - singular[128] ** 2, 0.0))[:128]
             stacked = shrunk[:, None] * right[:128]
         self.matrix = stacked
+
+
+def _out_of_range(amax: float) -> str:
+    return (
+        f"values go up to {amax:.2g}, where statistics, which hold their squares, take {_LEAST:.1g} to {_MOST:.1g}; multiply the "
+        "tensor by a power of two, which changes no error of a scaled recipe"
+    )
 
 
 def _block_amax(magnitude: np.ndarray, block_rows: int, block_columns: int) -> np.ndarray:

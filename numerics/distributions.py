@@ -195,7 +195,8 @@ class TensorStatistics:
             energy = np.square(self.factor).sum(1)
             # Largest eigenvalue of independent features seen n times (Marchenko and Pastur), and half as much again.
             chance = variance.mean() * (1.0 + math.sqrt(self.features / max(self.rows_seen, 1))) ** 2
-            reach = np.square(energy) / np.maximum(np.square(np.square(self.factor)).sum(1), 1e-38)
+            fourth = np.square(np.square(self.factor, dtype=np.float64)).sum(1)  # may be beyond float32
+            reach = np.square(energy, dtype=np.float64) / np.maximum(fourth, 1e-300)
             kept = (energy > 1.5 * chance) & (reach > 3.0)
             factor = self.factor[kept]
             # A mean over n rows is off by a variance of 1/n.

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -31,6 +32,33 @@ def test_moments_equal_numpy_on_the_whole():
     np.testing.assert_array_equal(statistics.amax, np.abs(x).max(0))
     # The profile rows are all rows here, so pooled quantiles are those of every value, to a bucket's width.
     np.testing.assert_allclose(statistics.quantiles, np.quantile(x, LEVELS), rtol=0.07, atol=0.01)
+
+
+@pytest.mark.parametrize("power", [-49, 49])
+def test_small_and_large_tensors_err_as_others_do(power):
+    from numerics.predict import predict_gemm_error
+
+    rng = np.random.default_rng(3)
+    x, w = correlated(rng), rng.standard_normal((64, 48), np.float32)
+    recipes = "e4m3/rowwise", "e4m3/rowwise", "hopper_fast"
+    for orient in (TensorStatistics.along_features, TensorStatistics.along_rows):
+        errors = [
+            predict_gemm_error(orient(collect(x * np.float32(size))), orient(collect(w)), (64, 64, 48), *recipes)
+            for size in (1.0, 2.0**power)
+        ]
+        assert astuple(errors[0]) == pytest.approx(astuple(errors[1]), rel=1e-3)
+
+
+def test_what_float32_cannot_square_is_refused():
+    """Its moments would be zero or infinite, and a prediction made of them far too good."""
+    tiny, huge, zeros = (StatisticsAccumulator(8) for _ in range(3))
+    tiny.update(np.full((16, 8), 1e-30, np.float32))
+    with pytest.raises(ValueError, match="go up to 1e-30.*power of two"):
+        tiny.result()
+    with pytest.raises(ValueError, match="go up to 1e.30.*power of two"):
+        huge.update(np.full((16, 8), 1e30, np.float32))
+    zeros.update(np.zeros((16, 8), np.float32))
+    assert zeros.result().mean_square == 0.0
 
 
 def test_merge_equals_one_stream():
