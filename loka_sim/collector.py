@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from loka_sim.statistics import SiteStatistics
 from loka_sim.zoo.common import BatchedProduct
 from numerics.collect import StatisticsAccumulator
+from numerics.distributions import TensorStatistics
 from numerics.gradient import SignalAccumulator
 from numerics.pair import RECIPES, PairStatistics, measure_pair
 
@@ -63,7 +64,7 @@ class SiteCollector:
         """Statistics by site; a linear layer's weight is read now.
 
         Raises:
-            ValueError: a site was never seen with a gradient.
+            ValueError: a site was never seen with a gradient, or its values are too small or too large for statistics.
         """
         for name, module in self._modules.items():
             if isinstance(module, nn.Linear):
@@ -75,10 +76,16 @@ class SiteCollector:
             roles = ("activation", "weight", "weight_transposed", "grad_output")
             if missing := [role for role in roles if (name, role) not in self._accumulators]:
                 raise ValueError(f"site {name} has no {missing[0]}; run a step with its gradient while collecting")
-            records = {role: self._accumulators[name, role].result(self._rank) for role in roles}
+            records = {role: self._record(name, role) for role in roles}
             gradient = self._signals[name].result() if name in self._signals else None
             sites[name] = SiteStatistics(**records, gradient=gradient, pairs=self._pairs(name))
         return sites
+
+    def _record(self, name: str, role: str) -> TensorStatistics:
+        try:
+            return self._accumulators[name, role].result(self._rank)
+        except ValueError as error:
+            raise ValueError(f"site {name}, {role}: {error}") from None
 
     def _pairs(self, name: str) -> dict[str, PairStatistics]:
         """How the operands of each pass met in the latest batches, with the weight as it is now."""
@@ -131,4 +138,7 @@ class SiteCollector:
         key = (name, role)
         if key not in self._accumulators:
             self._accumulators[key] = StatisticsAccumulator(rows.shape[1])
-        self._accumulators[key].update(rows.contiguous())
+        try:
+            self._accumulators[key].update(rows.contiguous())
+        except ValueError as error:
+            raise ValueError(f"site {name}, {role}: {error}") from None

@@ -104,6 +104,17 @@ class Plain(Dataset):
             yield replace(batch, labels=(batch.dense[:, 0] > 0).astype(np.float32))
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_tensors_that_statistics_cannot_hold_are_named(size):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8))
+    collector = SiteCollector(model, rank=4)
+    collector.enabled = True
+    with pytest.raises(ValueError, match="site 0, activation: values go up to .* power of two"):
+        model(torch.full((32, 16), size)).sum().backward()
+        collector.result()
+    collector.close()
+
+
 @pytest.mark.parametrize("mods", [(), ("no_bias", "blocknorm", "hardswish")])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_learns_and_is_collected(model, mods):
