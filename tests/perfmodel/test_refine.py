@@ -9,8 +9,6 @@ import pytest
 import perfmodel
 from perfmodel.correction import fit_local, fit_machine
 from perfmodel.fit import SHAPE, read_timings
-from perfmodel.kernels import KERNELS
-from perfmodel.measured import of_one_process
 from perfmodel.model import CALIBRATION, PerfModel, columns_of, model_file, network_file
 from perfmodel.refine import LEAST_ROWS_NEW, interval_bounds, least_needed, main, refine
 from perfmodel.refinement import Refinement
@@ -143,9 +141,6 @@ def test_a_second_measurement_lies_in_the_interval_of_the_first(base):
     """Shapes that a validation measured, measured again by a sweep on another H200: what torch.compile makes repeats worse."""
     rows = json.loads((base.folder.parent / "validations" / "interformer-production.json").read_text())["time"]["rows"]
     rows = pd.DataFrame([row for row in rows if row["set"] == "model"]).rename(columns={"measured_us": "p50_us"})
-    # Its workers measured memory kernels beside each other; the document has their times as they were.
-    memory = np.array([KERNELS[name].kind not in ("gemm", "batched_gemm") for name in rows["kernel"]])
-    rows = of_one_process(rows, memory)
     zoo = read_timings("h200").query("sweep == 'zoo'")[["kernel", *SHAPE, "p50_us"]]
     again = zoo.merge(rows[["kernel", *SHAPE]], on=["kernel", *SHAPE]).reset_index(drop=True)
     model = refine(base, rows[["kernel", *SHAPE, "p50_us"]]).model
