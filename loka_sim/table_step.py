@@ -15,7 +15,6 @@ from loka_sim.errors import DataError, expected_of_lower_floors
 from loka_sim.fp8_step import converted
 from loka_sim.step_plan import timeline
 from loka_sim.whole_step import as_run_by, gemms_in_step
-from perfmodel.kernels import KERNELS
 from perfmodel.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ def table_timeline(answer: WhatIf, path: str | Path) -> Timeline:
 
     shapes = [site.shape for site in answer.sites]
     fp8 = None
-    runner = EXPORT if all(KERNELS[row.kernel].library == "torch" for row in wanted) else RUNTIME
+    runner = EXPORT if all(row.kernel.startswith("torch/") for row in wanted) else RUNTIME
     times = dict(as_run_by(runner, Times(times), model.hardware).of)
     if answer.others:
         fp8 = converted(answer.spec, model.hardware, shapes, assignments, made, runner)

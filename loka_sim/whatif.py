@@ -362,8 +362,8 @@ def _decide(
 def _beyond(passes: Mapping[str, PassDecision], torchao: Toolbox) -> bool:
     """Whether a site's decision is more than torchao can run."""
     gemms = (decided.kernel for decided in passes.values() if KERNELS[decided.kernel].is_fp8)
-    launched = (KERNELS[row.kernel] for decided in passes.values() for row in decided.rows)
-    return any(gemm not in torchao.gemms for gemm in gemms) or any(spec.library != "torch" for spec in launched)
+    launched = (row.kernel for decided in passes.values() for row in decided.rows)
+    return any(gemm not in torchao.gemms for gemm in gemms) or not all(kernel.startswith("torch/") for kernel in launched)
 
 
 def _hardware(timing: PerfModel) -> dict[str, Any]:
