@@ -236,6 +236,6 @@ def test_measured_steps_lie_within_a_tenth_of_the_predicted():
             measured, predicted = base["kernels_ms"] / step["kernels_ms"], found["bf16"][0] / found[step["variant"]][0]
             assert (measured > 1) == (predicted > 1), step
     assert sum(errors.values()) / len(errors) < 0.05
-    # The one that misses a tenth, by 0.03 points: 2% are cuBLAS's memsets, which no GEMM's time in a step has; the rest is not explained.
+    # One misses a tenth, by 0.03 points: 2% are cuBLAS's memsets, the rest is not explained.
     assert {step for step, error in errors.items() if error >= 0.10} <= {("interformer-small", 512, "bf16")}
     assert max(errors.values()) < 0.11
