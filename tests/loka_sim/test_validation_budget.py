@@ -162,7 +162,7 @@ def test_short_steps_are_timed_as_graphs_too(steps, tmp_path):
     assert found["left_out"] == ["filter_tensorwise as one CUDA graph: operation not permitted when stream is capturing"]
     assert set(found["medians"]) == {*names, "filter_tensorwise"}
     # A long step is the GPU's, whoever launches it.
-    takes["scale"] = 10.0
+    takes["scale"] = 20.0
     (tmp_path / "long").mkdir()
     found = run(tmp_path / "long", decide=(0.1, {"sites": {}}))
     assert set(found["medians"]) == {*names, "filter_tensorwise"} and found["graphs"] == {}
