@@ -35,7 +35,7 @@ TITLES = {
     "times_first": "times of the model's shapes, first half", "times_second": "times of the model's shapes, second half",
     "times_fresh": "times of fresh shapes", "step": "the whole model's step",
 }  # fmt: skip
-# What ending a training at its next batch may take.
+# What ending the training of a model may take.
 STOPPING_S = 15.0
 # What the step's process may take beyond its deadline, as a part of the whole time.
 OVERTIME = 0.1
@@ -200,11 +200,7 @@ class Validation:
         from loka_sim.validation import tensors
 
         if model.zoo is not None:
-            import torch
-
-            # A small model: on cores that compile other things, more threads took ten times as long.
-            torch.set_num_threads(1)
-            return tensors.observe_zoo(model.zoo, self.request.mods, self.request.seed, stop)
+            return tensors.observe_zoo_apart(model.zoo, self.request.mods, self.request.seed, stop)
         try:
             return tensors.observe_users(model)
         except (RuntimeError, ValueError, TypeError) as error:

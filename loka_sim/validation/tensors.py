@@ -7,20 +7,24 @@ of a batch that came after. A user's model is run as it is made, on its own inpu
 from __future__ import annotations
 
 import math
+import multiprocessing
+import pickle
+import signal
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from loka_sim.datasets.base import Batch, Dataset
 from loka_sim.dispatch.operands import TORCH, Toolbox
 from loka_sim.validation.runnable import Runnable
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from torch import Tensor, nn
 
     from loka_sim.statistics import SiteStatistics
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
 STEPS, COLLECTED, BATCH = 40, 8, 128
 # Rows of the held-out batch that enter a GEMM: what one step of the small model has.
 MAX_ROWS = 2048
+# How often it is asked whether a process has answered.
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -39,17 +45,13 @@ class Observed:
     origin: str
 
 
-def observe_zoo(name: str, mods: Sequence[str], seed: int, stop: Event | None = None) -> Observed:
+def observe_zoo(name: str, mods: Sequence[str], seed: int) -> Observed:
     """Train the small size of a zoo model on synthetic samples and look at one more batch.
 
     Args:
         name: Of the zoo.
         mods: Changes to the model.
         seed: Of samples and weights.
-        stop: Set, it ends the training at the next batch.
-
-    Raises:
-        InterruptedError: it was stopped.
     """
     import torch
     from torch.nn.functional import binary_cross_entropy_with_logits
@@ -65,7 +67,7 @@ def observe_zoo(name: str, mods: Sequence[str], seed: int, stop: Event | None = 
         for split, rows in zip(datasets.SPLITS, (STEPS * BATCH * 2, 10 * BATCH), strict=True)
     )
     config = TrainingConfig(steps=STEPS, batch=BATCH, seed=seed, collect=COLLECTED, min_count=1)
-    run = train(small, _Stoppable(training, stop or Event()), held_out, config, mods=mods, recipes=recipes())
+    run = train(small, training, held_out, config, mods=mods, recipes=recipes())
     batch = held_out.read().take(slice(0, BATCH))
     seen = _hooked(run.model)
     logits = run.model(*tensors(batch, run.model))
@@ -74,31 +76,55 @@ def observe_zoo(name: str, mods: Sequence[str], seed: int, stop: Event | None = 
     return Observed(_matrices(seen), run.sites, origin)
 
 
+def observe_zoo_apart(name: str, mods: Sequence[str], seed: int, stop: Event) -> Observed:
+    """`observe_zoo` in a process of its own, on one core; in a thread it would wait for whoever is timing kernels.
+
+    Args:
+        name: Of the zoo.
+        mods: Changes to the model.
+        seed: Of samples and weights.
+        stop: Set, it ends the process.
+
+    Raises:
+        InterruptedError: it was stopped.
+        RuntimeError: the process failed; its own error is on stderr.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_observe_and_send, args=(theirs, name, tuple(mods), seed), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        while not ours.poll(_POLL_S):
+            if stop.is_set():
+                raise InterruptedError("training was stopped")
+        observed = pickle.loads(ours.recv_bytes())
+    except EOFError:
+        raise RuntimeError(f"training {name} on the CPU failed; what it printed says why") from None
+    finally:
+        child.terminate()
+        child.join()
+    assert isinstance(observed, Observed)
+    return observed
+
+
+def _observe_and_send(pipe: Connection, name: str, mods: Sequence[str], seed: int) -> None:
+    import torch
+
+    # Ctrl-C is for the one that waits, which ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A small model: on cores that compile other things, more threads took ten times as long.
+    torch.set_num_threads(1)
+    # As bytes: tensors sent as they are stay in memory that ends with this process.
+    pipe.send_bytes(pickle.dumps(observe_zoo(name, mods, seed)))
+
+
 def recipes() -> list[str]:
     """Recipes of the FP8 kernels there are: what else statistics may measure takes four times as long, and is not asked here."""
     from perfmodel.kernels import KERNELS
 
     operands = {recipe for spec in KERNELS.values() if spec.is_fp8 for recipe in (spec.recipe_a, spec.recipe_b)}
     return sorted(recipe for recipe in operands if recipe is not None)
-
-
-class _Stoppable(Dataset):
-    """A dataset whose next batch does not come once it is told to stop."""
-
-    def __init__(self, dataset: Dataset, stop: Event) -> None:
-        self.name, self.shape, self._dataset, self._stop = dataset.name, dataset.shape, dataset, stop
-
-    def provenance(self) -> dict[str, str | int]:
-        return self._dataset.provenance()
-
-    def chunks(self, rows: int) -> Iterator[Batch]:
-        return self._dataset.chunks(rows)
-
-    def batches(self, *of: Any, **given: Any) -> Iterator[Batch]:
-        for batch in self._dataset.batches(*of, **given):
-            if self._stop.is_set():
-                raise InterruptedError("training was stopped")
-            yield batch
 
 
 def observe_users(model: Runnable) -> Observed:

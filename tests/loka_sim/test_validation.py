@@ -2,6 +2,7 @@
 
 import json
 import math
+import multiprocessing
 import threading
 from itertools import product
 from pathlib import Path
@@ -326,7 +327,7 @@ def test_tensors_that_are_not_there_in_time_are_not_waited_for(tmp_path, monkeyp
 
     monkeypatch.setattr(runnable, "runnable", lambda model, batch, mods: made)
     monkeypatch.setattr(stepper, "Stepper", MadeUpSteps)
-    monkeypatch.setattr(tensors, "observe_zoo", endless)
+    monkeypatch.setattr(tensors, "observe_zoo_apart", endless)
     monkeypatch.setitem(PARTS, "tensors", Part(0.01, 0.5, 4))
     on(MadeUp(), monkeypatch)
     document = loka_sim.validate("dlrm-small", out=tmp_path / "run", minutes=1.2)
@@ -339,13 +340,22 @@ def test_tensors_that_are_not_there_in_time_are_not_waited_for(tmp_path, monkeyp
     )
 
 
-def test_a_training_is_stopped_at_its_next_batch():
-    stop = threading.Event()
+def test_a_training_apart_is_the_same_and_can_be_stopped():
+    observed, stop = tensors.observe_zoo_apart("dlrm-small", (), 0, threading.Event()), threading.Event()
+    assert len(observed.tensors) == 6 and all(x.shape[0] == tensors.BATCH for x, _, _ in observed.tensors.values())
+    here = tensors.observe_zoo("dlrm-small", (), 0)
+    assert observed.origin == here.origin and set(observed.statistics) == set(here.statistics)
+    assert all(torch.allclose(a, b, rtol=1e-2, atol=1e-4) for name in here.tensors for a, b in zip(
+        observed.tensors[name], here.tensors[name], strict=True))  # fmt: skip
     stop.set()
     with pytest.raises(InterruptedError):
-        tensors.observe_zoo("dlrm-small", (), 0, stop)
-    observed = tensors.observe_zoo("dlrm-small", (), 0)
-    assert len(observed.tensors) == 6 and all(x.shape[0] == tensors.BATCH for x, _, _ in observed.tensors.values())
+        tensors.observe_zoo_apart("dlrm-small", (), 0, stop)
+    assert not multiprocessing.active_children()
+
+
+def test_a_training_that_fails_says_so():
+    with pytest.raises(RuntimeError, match="training no-such-model on the CPU failed"):
+        tensors.observe_zoo_apart("no-such-model", (), 0, threading.Event())
 
 
 def test_errors_of_fp8_kernels_need_no_other_recipes(monkeypatch):
