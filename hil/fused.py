@@ -6,7 +6,7 @@
 `compiled`: one program of independent computations per family (sums, gradients of activations, concatenations, copies
 to another layout, norms, softmax, gathers, scatter-adds), each computation on operands of its own; torch.compile's own
 account of the bytes beside the profiler's duration of every kernel. `eager`: embedding look-ups and their backward with
-uniform and with power-law ids, zero fills, optimizer steps; the sum of the kernels' durations, and the wall time.
+uniform and with power-law ids, zero fills, steps of tiny networks; the sum of the kernels' durations, and the wall time.
 Between two iterations 512 MB are written, so that nothing is read from the L2 of the iteration before.
 """
 
@@ -146,36 +146,6 @@ def _bag(weight: Tensor, ids: Tensor, batch: int, pooling: int) -> dict[str, Cal
     return found
 
 
-def _optimizer_cases() -> Iterator[EagerCase]:
-    """Optimizer steps over parameters of several sizes and numbers."""
-    classes: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-        "adamw_fused": (torch.optim.AdamW, {"fused": True}),
-        "adamw_foreach": (torch.optim.AdamW, {"foreach": True, "capturable": True}),
-        "sgd_fused": (torch.optim.SGD, {"fused": True, "lr": 0.1}),
-        "sgd_momentum_fused": (torch.optim.SGD, {"fused": True, "lr": 0.1, "momentum": 0.9}),
-        "adagrad_foreach": (torch.optim.Adagrad, {"foreach": True}),
-    }
-    lists = ((1024 * 1024,) * 4, (1024 * 1024,) * 64, (4096 * 4096,) * 16, (256 * 256,) * 100, (1024,) * 200, (8192 * 8192,) * 8,
-             (512 * 512, 512) * 40, (3456 * 1024, 1024) * 8, (8192 * 2048, 8192) * 16, (256 * 512, 512) * 4)  # fmt: skip
-    for dtype in (torch.bfloat16, torch.float32):
-        for name, (cls, options) in classes.items():
-            for sizes in lists:
-                parameters = [torch.randn(size, dtype=dtype, device="cuda") for size in sizes]
-                for parameter in parameters:
-                    parameter.requires_grad_()
-                    parameter.grad = torch.randn_like(parameter)
-                facts = {"elements": sum(sizes), "tensors": len(sizes), "dtype": str(dtype).removeprefix("torch.")}
-                try:
-                    optimizer = cls(parameters, **options)
-                    optimizer.step()
-                except (RuntimeError, TypeError, ValueError) as error:
-                    print(f"{name}: {str(error)[:100]}", file=sys.stderr)
-                    break
-                yield name, facts, optimizer.step
-                del optimizer, parameters
-                torch.cuda.empty_cache()
-
-
 def _table_cases() -> Iterator[EagerCase]:
     """Look-ups whose backward updates the rows in place, as a fused embedding library does it; none without fbgemm_gpu."""
     try:
@@ -233,12 +203,12 @@ def _random_rows(*size: int) -> Tensor:
 
 
 def measure_eager(out: Path, seconds: float) -> int:
-    """Measure look-ups, scatter-adds, fills and optimizer steps; rows go to `eager_ops.json`."""
+    """Measure look-ups, scatter-adds, fills and launch-bound steps; rows go to `eager_ops.json`."""
     started = time.monotonic()
     filler = torch.empty(2**28, dtype=torch.bfloat16, device="cuda")
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
-    for cases in (_step_cases(), _optimizer_cases(), _table_cases(), _bag_cases()):
+    for cases in (_step_cases(), _table_cases(), _bag_cases()):
         try:
             for operation, facts, run in cases:
                 if time.monotonic() - started > seconds:
