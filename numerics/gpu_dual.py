@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics import gpu, gpu_meeting, gpu_pairs, gpu_strips
+from numerics import gpu, gpu_meeting, gpu_pairs, gpu_strips, gpu_tiles
 from numerics.gpu_kernels import PACK_E4M3, PACK_E5M2, Constants, divide, magnitude_bits, report, round_to_grid, scale_of
 from numerics.quantization import QuantizedTensor
 from numerics.recipe import Recipe
@@ -226,6 +226,9 @@ def _launch(
     with gpu.on(x.device):
         if pairs and _in_one_launch(x, recipe, codes, turned, scales, turned_scales, flag, constants):
             return flag is None or not int(flag)
+        if pairs and blocks:
+            gpu_tiles.quantize(x, codes, turned, scales, turned_scales, flag, constants, lines=False)
+            return flag is None or not int(flag)
         if tensorwise:
             amax = gpu.tensor_amax(x)
             partials = amax.numel()
@@ -233,7 +236,7 @@ def _launch(
             inverses = None if pairs else torch.empty_like(every)
             gpu.line_scales(x, every, inverses, flag, constants, by_rows=codes is not None)
         if pairs:
-            mode = "tensor" if tensorwise else "lines" if lines else "blocks" if blocks else "tile"
+            mode = "tensor" if tensorwise else "lines" if lines else "tile"
             gpu_pairs.launch(x, mode, amax, codes, turned, scales, turned_scales, flag, constants)
             return flag is None or not int(flag)
         wide, tall = cdiv(columns, width), cdiv(rows, height)

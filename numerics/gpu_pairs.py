@@ -130,21 +130,6 @@ def store_turned(turned, quarter, mask, w0, w1, w2, w3, first, second, next_firs
 
 
 @triton.jit
-def joined(v0, v1, v2, v3):
-    """Values of four rows as [group, row & 1, row >> 1]."""
-    return tl.join(tl.join(v0, v1), tl.join(v2, v3))
-
-
-@triton.jit
-def parted(values):
-    """What `joined` joined."""
-    left, right = tl.split(values)
-    v0, v1 = tl.split(left)
-    v2, v3 = tl.split(right)
-    return v0[:, None], v1[:, None], v2[:, None], v3[:, None]
-
-
-@triton.jit
 def pair_kernel(
     x, amax, codes, turned, scales, turned_scales, flag, quarter, words, x_stride, partials, wide, tiles,
     MODE: tl.constexpr, PARTIALS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr,
@@ -153,7 +138,7 @@ def pair_kernel(
 
     `words` and `x_stride` count pairs of columns, `quarter` rows by four. Without `codes`, only the turned ones are written. MODE
     says whose the scales are: the 'tensor's (`partials` bits of maxima in `amax`), those of 'lines', rows and columns (there
-    already), those of the tile's rows and of its columns ('blocks'), or the 'tile's.
+    already), or the 'tile's.
     """
     tall = tiles // wide
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
@@ -180,7 +165,7 @@ def pair_kernel(
                 tl.store(turned_scales + across * tall + down, scale)
             next_first, next_second = first, second
             f0, f1, f2, f3, s0, s1, s2, s3 = first, first, first, first, second, second, second, second
-        elif MODE == "lines":
+        else:
             if codes is not None:
                 f0, s0 = inverse_of(tl.load(scales + row, mask=in_row, other=1.0)[:, None], C)
                 f1, s1 = inverse_of(tl.load(scales + row + 1, mask=in_row, other=1.0)[:, None], C)
@@ -188,30 +173,6 @@ def pair_kernel(
                 f3, s3 = inverse_of(tl.load(scales + row + 3, mask=in_row, other=1.0)[:, None], C)
             first, second = inverse_of(tl.load(turned_scales + 2 * column, mask=in_column, other=1.0)[None, :], C)
             next_first, next_second = inverse_of(tl.load(turned_scales + 2 * column + 1, mask=in_column, other=1.0)[None, :], C)
-        else:
-            m0, m1, m2, m3 = w0 & _MAGNITUDES, w1 & _MAGNITUDES, w2 & _MAGNITUDES, w3 & _MAGNITUDES
-            n0, n1, n2, n3 = m0 << 16, m1 << 16, m2 << 16, m3 << 16
-            even = tl.max(tl.maximum(tl.maximum(n0, n1), tl.maximum(n2, n3)), 0)
-            odd = tl.max(tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)), 0) & _HIGH_MAGNITUDE
-            if flag is not None:
-                report(flag, tl.max(tl.maximum(even, odd), 0))
-            if codes is not None:
-                bits = joined(
-                    tl.max(tl.maximum(m0, n0), 1), tl.max(tl.maximum(m1, n1), 1), tl.max(tl.maximum(m2, n2), 1),
-                    tl.max(tl.maximum(m3, n3), 1),
-                )  # fmt: skip
-                scale, first, second = scale_and_inverse(bits & _HIGH_MAGNITUDE, C)
-                place = row[:, None, None] + tl.arange(0, 2)[None, :, None] + 2 * tl.arange(0, 2)[None, None, :]
-                tl.store(scales + place * wide + across, scale)
-                f0, f1, f2, f3 = parted(first)
-                s0, s1, s2, s3 = parted(second)
-            slots = turned_scales + 2 * column.to(tl.int64) * tall + down
-            scale, first, second = scale_and_inverse(even, C)
-            tl.store(slots, scale)
-            scale, next_first, next_second = scale_and_inverse(odd, C)
-            tl.store(slots + tall, scale)
-            first, second = first[None, :], second[None, :]
-            next_first, next_second = next_first[None, :], next_second[None, :]
         if codes is not None:
             target = codes + row[:, None] * words + column[None, :]
             store_row(target, mask, w0, f0, s0, C)
@@ -270,8 +231,6 @@ def _shape(mode: str, both: bool) -> tuple[int, int, int, int, int, int]:
 
     No registers: as many as it takes; no programs: as many as tiles. The fastest on an H200.
     """
-    if mode == "blocks":
-        return (128, 64, 4, 168, 1, 0) if both else (128, 32, 2, 0, 1, 0)
     if mode == "lines" and both:
         return 128, 64, 16, 64, 2, 2
     return 128, 64, 8, 80 if mode == "tile" else 0, 1, 0
