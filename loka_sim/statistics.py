@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,7 @@ def _role(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.#])", "*", name)
 
 
+@lru_cache(maxsize=4096)
 def _indices(name: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"(?<![^.])\d+(?![^.#])", name))
 

@@ -31,8 +31,8 @@ _PEAKS = (np.arange(3) + 0.5) / 3
 # An exponent is the floor of a logarithm: on average of 2**, 0.47 octaves less. A product's exponent is the sum of
 # two such floors, so that its significand is left in [1, 4).
 _FLOOR = 0.47
-# Places at which chains are looked at along K that are worked on at once: few enough for a core's cache.
-_AT_ONCE = 240
+# Places along K that are looked at, of every path, that are worked on at once: few enough for a core's cache.
+_AT_ONCE = 960
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,13 @@ class Accumulation(NamedTuple):
 def drifts(requests: Sequence[Accumulation]) -> list[Drift]:
     """The error of each accumulation; what it is does not depend on those that are asked with it."""
     found = [Drift(0.0, 0.0)] * len(requests)
-    alike: dict[tuple[_Products, int], list[int]] = {}
+    alike: dict[tuple[_Products, int, bool], list[int]] = {}
     for place, asked in enumerate(requests):
         if not asked.exact:
-            key = _products(asked.a.origin, asked.b.origin, asked.fraction_bits), _schedule(asked.steps).shape[1]
-            alike.setdefault(key, []).append(place)
-    for (products, looked_at), places in alike.items():
-        each = max(_AT_ONCE // looked_at, 1)
+            products = _products(asked.a.origin, asked.b.origin, asked.fraction_bits)
+            alike.setdefault((products, _schedule(asked.steps).shape[1], asked.chains == 1), []).append(place)
+    for (products, looked_at, whole), places in alike.items():
+        each = max(_AT_ONCE // (looked_at * len(_paths(whole))), 1)
         for start in range(0, len(places), each):
             some = places[start : start + each]
             for place, drift in zip(some, _drifts(products, [requests[place] for place in some]), strict=True):
@@ -109,7 +109,7 @@ def drifts(requests: Sequence[Accumulation]) -> list[Drift]:
 
 
 def _drifts(products: _Products, requests: Sequence[Accumulation]) -> list[Drift]:
-    """Errors where products are distributed alike, and chains are looked at in equally many places."""
+    """Errors where products are distributed alike, chains are looked at in as many places, and all or none are whole sums."""
     each = [asked.outputs for asked in requests]
     mean, power, independent, k = np.array([(y.mean, y.power, y.independent, y.k) for y in each], dtype=np.float64).T
     coupling, chains = np.array([(asked.outputs.coupling, asked.chains) for asked in requests]).T
@@ -227,6 +227,11 @@ def _schedule(steps: int) -> np.ndarray:
     return np.stack([(edges[1:] + edges[:-1] + 1) / 2, np.diff(edges)])
 
 
+def _paths(whole: bool) -> np.ndarray:
+    """Where a chain may end around its share of a result, in deviations: a chain that makes all of it ends there."""
+    return np.zeros(1) if whole else _PATHS
+
+
 def _chains(
     products: _Products, results: np.ndarray, wander: np.ndarray, spread: np.ndarray, steps: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -235,7 +240,7 @@ def _chains(
     Args:
         products: What is summed.
         results: What each chain comes to, (chains, outcomes).
-        wander: Variance of its end around its result, (chains,).
+        wander: Variance of its end around its result, (chains,); of all zero, or of none.
         spread: Products in it, (chains,).
         steps: Steps that it takes, (chains,).
     """
@@ -243,7 +248,7 @@ def _chains(
     after, count = (part[:, None, None, None, :] for part in np.stack([_schedule(int(each)) for each in steps.tolist()], axis=1))
     spread, steps = (part[:, None, None, None, None] for part in (spread, steps))
     # The chain's own result spreads around its share of y; a path inside it spreads as a bridge.
-    ends = (results[:, :, None] + np.sqrt(wander)[:, None, None] * _PATHS)[..., None, None]
+    ends = (results[:, :, None] + np.sqrt(wander)[:, None, None] * _paths(not wander.any()))[..., None, None]
 
     def sums(share: np.ndarray) -> np.ndarray:
         return ends * share + np.sqrt(np.maximum(spread * share * (1 - share), 0.0)) * _PATHS[:, None]
@@ -270,7 +275,7 @@ def _chains(
     loss += cut
     per_square *= added
     per_square += variance
-    noise = (per_square.mean((2, 3)) * count[:, :, 0, 0]).sum(-1)
+    noise = (per_square.mean(3).mean(2) * count[:, :, 0, 0]).sum(-1)
     count = count[:, :, :, 0]
     mean = loss.mean(3)
     loss -= mean[:, :, :, None]

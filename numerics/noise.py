@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -229,15 +229,15 @@ class _Curve:
         last = self.errors.shape[1] - 1
         low = np.clip((low - self.start) * _FINE, 0, last - 2)
         high = np.clip(np.maximum((high - self.start) * _FINE, low + 2), 0, last)
-        return (self._at(self.errors, high) - self._at(self.errors, low)) / (
-            self._at(self.values, high) - self._at(self.values, low)
-        )
+        (errors_low, values_low), (errors_high, values_high) = self._at(low), self._at(high)
+        return (errors_high - errors_low) / (values_high - values_low)
 
-    @staticmethod
-    def _at(table: np.ndarray, position: np.ndarray) -> np.ndarray:
-        index = np.minimum(position.astype(np.int64), table.shape[1] - 2)
-        part = position - index
-        return table.take(index, 1) * (1 - part) + table.take(index + 1, 1) * part
+    def _at(self, position: np.ndarray) -> Iterator[np.ndarray]:
+        """Errors and values at places between those of the tables."""
+        index = np.minimum(position.astype(np.int64), self.errors.shape[1] - 2)
+        part, after = position - index, index + 1
+        rest = 1 - part
+        return (table.take(index, 1) * rest + table.take(after, 1) * part for table in (self.errors, self.values))
 
 
 def _curve(recipe: Recipe, place: np.ndarray | None, half_step: bool) -> _Curve:

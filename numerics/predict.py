@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from numerics.distributions import TensorStatistics
-from numerics.drift import Accumulation, Drift, drifts
+from numerics.drift import Accumulation, drifts
 from numerics.errors import ACCUMULATIONS, GemmError
 from numerics.gradient import GradientSignal
 from numerics.noise import operand_noise, operand_noises
@@ -195,17 +195,23 @@ def _figures(requests: Sequence[_Request], products: Products, at: list[int], le
         Accumulation(r.a.origin, r.b.origin, products.outputs[p], r.accumulation, r.fraction_bits, r.split_k)
         for r, p in zip(requests, at, strict=True)
     ]
-    distinct = list(dict.fromkeys(sums))
-    known = dict(zip(distinct, drifts(distinct), strict=True))
-    lost = [known[each] for each in sums]
+    place_of = dict(zip(sums, at, strict=True))
+    number = {each: place for place, each in enumerate(place_of)}
+    lost, places = drifts(list(place_of)), list(place_of.values())
+    # At each size its own loss.
+    shares = np.stack([np.interp(products.sizes[p], each.sizes, each.shares) for p, each in zip(places, lost, strict=True)])
+    whole = np.array([(each.shrinkage, each.power, each.noise) for each in lost])
+    which = [number[each] for each in sums]
     coherence = _coherence(requests, products, at)
     return np.concatenate([
-        _some_figures(products, at[some], left[some], right[some], coherence[some], lost[some])
+        _some_figures(products, at[some], left[some], right[some], coherence[some], whole[which[some]], shares[which[some]])
         for some in (slice(start, start + _AT_ONCE) for start in range(0, len(at), _AT_ONCE))
     ])  # fmt: skip
 
 
-def _some_figures(products: Products, at: list[int], left: Array, right: Array, coherence: Array, lost: Sequence[Drift]) -> Array:
+def _some_figures(
+    products: Products, at: list[int], left: Array, right: Array, coherence: Array, lost: Array, shares: Array
+) -> Array:
     """As `_figures`.
 
     Args:
@@ -214,18 +220,18 @@ def _some_figures(products: Products, at: list[int], left: Array, right: Array, 
         left: Of the left operands.
         right: Of the right ones.
         coherence: Of both, see `_coherence`, (requests, 2).
-        lost: What accumulating loses.
+        lost: What accumulating loses: shrinkage, power and noise of `numerics.drift.Drift`, (requests, 3).
+        shares: Its share at each size of an output, (requests, sizes).
     """
     sums, rounding, coupling = products.sums[at], products.rounding[at], products.coupling[at]
     quantized = _random_noise(left, right, coherence, sums) / sums
-    shrunk, lost_power, noise = np.array([(each.shrinkage, each.power, each.noise) for each in lost]).T
+    shrunk, lost_power, noise = lost.T
     power = quantized + lost_power
     kept = (1.0 - left[:, 1]) * (1.0 - right[:, 1])
     shrinkage = 1.0 - kept * (1.0 - shrunk)
     total = power + shrinkage**2 + rounding
     # At each size its own loss; what is random in the rest is alike at all.
     sizes, weights, rounded = products.sizes[at], products.weights[at], products.rounded[at]
-    shares = np.stack([np.interp(size, each.sizes, each.shares) for size, each in zip(sizes, lost, strict=True)])
     losses = 1.0 - kept[:, None] * (1.0 - shares)
     follows = coupling[:, None]
     deviation = np.sqrt((quantized + noise)[:, None] * ((1 - follows) + follows * sizes**2) + rounded)

@@ -1,17 +1,23 @@
-"""Predicted times of kernel launches, sums of them, and whether a gain is sure."""
+"""Predicted times of kernel launches, and sums and differences of them with their intervals."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from loka_sim.dispatch.candidates import Row
 from perfmodel.step import combine
 
 if TYPE_CHECKING:
     from perfmodel.model import PerfModel
+
+Array = npt.NDArray[np.float64]
 
 
 class Time(NamedTuple):
@@ -24,7 +30,7 @@ class Time(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """Predicted time of every launch that a decision may need. Methods take launches one by one, or a `Counter` of them.
+    """Predicted time of every launch that a decision may need. Methods take launches one by one, or a `Counter` of some of each.
 
     Attributes:
         of: Time per row.
@@ -43,21 +49,27 @@ class Times:
         columns = (predicted[name].tolist() for name in ("time_us", "low_us", "high_us"))
         inside = model.in_range(asked).tolist()
         return cls(
-            {row: Time(*entry) for row, entry in zip(ordered, zip(*columns, strict=True), strict=True)},
+            dict(zip(ordered, map(Time, *columns), strict=True)),
             frozenset(row for row, known in zip(ordered, inside, strict=True) if not known),
         )
 
+    def columns(self, rows: Iterable[tuple[str, int, int, int, int]]) -> Array:
+        """Time and both ends of its interval of launches, given as `Row` or as tuples that are equal to one, (launches, 3)."""
+        of: Mapping[Any, Time] = self.of
+        return np.fromiter(chain.from_iterable(map(of.__getitem__, rows)), dtype=np.float64).reshape(-1, 3)
+
     def sum(self, rows: Iterable[Row]) -> float:
         """Total time of launches, in microseconds."""
-        return sum(count * self.of[row].us for row, count in Counter(rows).items())
+        of = self.of
+        return sum(count * of[row].us for row, count in _counted(rows).items())
 
     def interval(self, rows: Iterable[Row]) -> Time:
         """Total of launches with its 90% interval, what all kernels are off together included."""
-        counts = Counter(rows)
+        counts, of = _counted(rows), self.of
         if not counts:
             return Time(0.0, 0.0, 0.0)
-        columns = zip(*([count * end for end in self.of[row]] for row, count in counts.items()), strict=True)
-        return Time(*combine(*columns))
+        ends = (of[row] if count == 1 else [count * end for end in of[row]] for row, count in counts.items())
+        return Time(*combine(*zip(*ends, strict=True)))
 
     def difference(self, rows: Iterable[Row], without: Iterable[Row]) -> Time:
         """Time of `rows` less that of `without`, with its 90% interval.
@@ -66,8 +78,9 @@ class Times:
         difference and cannot turn its sign, so it is left out. Of the others, equal launches are off together,
         different ones independently: half-widths add within a row and combine in quadrature over rows.
         """
-        new, gone = Counter(rows), Counter(without)
-        new, gone = new - gone, gone - new
+        new, gone = _counted(rows), _counted(without)
+        if gone:
+            new, gone = new - gone, gone - new
         us = below = above = 0.0
         for sign, counts in ((1, new), (-1, gone)):
             for row, count in counts.items():
@@ -78,9 +91,6 @@ class Times:
                 above += ends[1] ** 2
         return Time(us, us - below**0.5, us + above**0.5)
 
-    def surely_less(self, rows: Iterable[Row], than: Iterable[Row]) -> bool:
-        """Whether launching `rows` instead of `than` saves time even at the bad end of the difference's interval.
 
-        One end of a 90% interval: a gain that passes is sure at 95%.
-        """
-        return self.difference(rows, than).high_us < 0
+def _counted(rows: Iterable[Row]) -> Counter[Row]:
+    return rows if isinstance(rows, Counter) else Counter(rows)

@@ -6,7 +6,8 @@ kernels to passes is admissible when it is better than bf16 twice over:
 - as a whole: the passes that it converts gain `min_speedup`, their quantization included;
 - each pass on its own: taking that pass back to bf16, all else equal, would lose `min_speedup` on it.
 
-Each gain must also be sure, see `Times.surely_less`. Of the admissible ones the fastest wins; bf16 is always one.
+Each gain must also be sure: there is one even at the bad end of the difference's 90% interval (`Times.difference`), so that it
+is sure at 95%. Of the admissible ones the fastest wins; bf16 is always one.
 """
 
 from __future__ import annotations

@@ -7,13 +7,14 @@ in the same ways, and whose sizes coincide alike, have one `Layout`: how often e
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from loka_sim.dispatch.candidates import Row, SiteShape, Use, legal_fp8
+from loka_sim.dispatch.candidates import SiteShape, Use, legal_fp8
 from loka_sim.dispatch.operands import Toolbox
 from perfmodel.kernels import KERNELS
 
@@ -67,15 +68,19 @@ class Structure:
     ways: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
     makers: tuple[tuple[str, str], ...]
 
-    def rows(self, shape: SiteShape) -> list[Row]:
-        """Every launch that an assignment of a site may need: each pass' GEMMs, then the makers; equal ones may be several."""
-        gemms = ((kernel, shape.gemm(name)) for name, kernels in zip(self.names, self.options, strict=True) for kernel in kernels)
-        found = [Row(kernel, *sizes) for kernel, sizes in gemms]
+    def rows(self, shape: SiteShape) -> Iterator[tuple[str, int, int, int, int]]:
+        """Every launch that an assignment of a site may need, as tuples that are equal to its `Row`.
+
+        Each pass' GEMMs, then the makers; equal ones may be several.
+        """
+        for name, kernels in zip(self.names, self.options, strict=True):
+            sizes = shape.gemm(name)
+            for kernel in kernels:
+                yield kernel, *sizes
         tensors = {tensor.name: shape.tensor(tensor.name) for tensor in self.tensors}
         for name, kernel in self.makers:
             height, width = tensors[name]
-            found.append(Row(kernel, height, 1, width))
-        return found
+            yield kernel, height, 1, width, 1
 
     def coinciding(self, shape: SiteShape) -> tuple[int, ...]:
         """Which of a site's GEMMs are of one size, and which of its tensors: for each the first that it is like."""

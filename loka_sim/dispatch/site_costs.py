@@ -280,8 +280,7 @@ def price(shapes: Iterable[SiteShape], times: Times, toolbox: Toolbox, min_speed
         alike.setdefault(structure(shape, toolbox), []).append(shape)
     found: dict[SiteShape, SiteCosts] = {}
     for of, some in alike.items():
-        rows = chain.from_iterable(times.of[row] for shape in some for row in of.rows(shape))
-        columns = np.fromiter(rows, dtype=np.float64).reshape(len(some), -1, 3)
+        columns = times.columns(chain.from_iterable(map(of.rows, some))).reshape(len(some), -1, 3)
         chosen = _ways(of, columns[..., 0], toolbox.us is not None)
         layouts: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
         for number, (shape, ways) in enumerate(zip(some, chosen, strict=True)):
