@@ -18,7 +18,7 @@ import numpy.typing as npt
 from perfmodel.data_folder import data_folder
 from perfmodel.hardware import HardwareSpec
 from perfmodel.kernels import KERNELS
-from perfmodel.memory_plan import Columns, plan
+from perfmodel.memory_plan import Columns, plan, run_height
 from perfmodel.roofline import moved_bytes
 
 Array = npt.NDArray[np.float64]
@@ -50,6 +50,8 @@ def terms(kernel: str, m: Array, k: Array, hardware: HardwareSpec) -> Columns:
             found |= {name: launch[name], f"{name}_bytes": launch[name] * taken}
     if "odd" in launch:
         found["odd_rows"] = launch["odd"] * m / 1e4
+    if kernel == "loka/quantize_rowwise":
+        found |= _narrow_runs(m, k, launch, moved)
     if "unmasked" in launch:
         masked = 1 - launch["unmasked"]
         found |= {"masked": masked, "masked_bytes": masked * moved, "masked_programs": masked * launch["programs"] / 1e3}
@@ -61,6 +63,25 @@ def terms(kernel: str, m: Array, k: Array, hardware: HardwareSpec) -> Columns:
     if kernel.startswith("torch/"):
         found |= {"odd_columns": (k % 8 > 0) * moved, "read_in_l2": np.minimum(2 * m * k, hardware.l2_bytes) / bandwidth}
     return found
+
+
+def _narrow_runs(m: Array, k: Array, launch: Columns, moved: Array) -> Columns:
+    """What rows cost that are not read by whole vectors: many short ones to a program, whose maxima follow one another.
+
+    An odd row is read a value at a time, another by words of two. Rows that a last program has too many have no maximum, and a
+    scale of nothing takes the division's slow way.
+    """
+    rows, columns = m.astype(np.int64), k.astype(np.int64)
+    height = run_height(rows, columns)
+    high, many = np.log2(height) / 8, np.log2(launch["programs"]) / 16
+    ragged, odd = (rows % height > 0).astype(float), launch["odd"]
+    costs = {
+        "padded": moved / launch["fill"], "height": high, "height_squared": high**2, "ragged": ragged,
+        "ragged_height": ragged * high, "many": many, "many_height": many * high,
+        "programs_height": high * launch["programs"] / 1e3,
+    }  # fmt: skip
+    reads = {"odd": odd, "words": (1 - odd) * (1 - launch["unmasked"])}
+    return {f"{name}_{cost}": which * size for name, which in reads.items() for cost, size in costs.items()}
 
 
 # Counts of a launch that cost time by themselves, and what they are divided by.

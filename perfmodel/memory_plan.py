@@ -25,6 +25,7 @@ _LEAST, _MOST, _PROGRAM = 32, 512, 256
 _WHOLE_INNER, _WHOLE_OUTER, _WHOLE_LENGTH = 2 * _MULTIPROCESSORS, 2 * 32 * _MULTIPROCESSORS, 8192
 # A divisor this near to the wanted size of a part is taken instead.
 _NEAR_INNER, _NEAR_OUTER, _NEAR_MOST = 30, 20, 50
+_RESULTS = 4  # that a reduction has at most: gradients of a norm's weight and bias, beside what is reduced with them
 
 
 def _ceil(size: Whole, divisor: Whole | int) -> Whole:
@@ -74,6 +75,25 @@ def _parts(length: Whole, results: Whole, inner: bool) -> Whole:
     return np.where(whole, 1, _ceil(length, each * size))
 
 
+def stages(kinds: npt.ArrayLike, kept: npt.ArrayLike, reduced: npt.ArrayLike, written_bytes: npt.ArrayLike) -> Whole:
+    """Kernels that torch.compile makes of fused kernels: a cut reduction's parts are added up by one more for each result.
+
+    Args:
+        kinds: As of `perfmodel.fused`: `row` reduces along memory, `column` and `both` across it.
+        kept: Elements of a result.
+        reduced: Elements that are reduced for each of them.
+        written_bytes: Of all results together, in bf16.
+    """
+    names = np.asarray(kinds, dtype=np.str_)
+    results, length, written = (np.maximum(np.asarray(of, dtype=np.int64), 1) for of in (kept, reduced, written_bytes))
+    found = np.ones(len(names), dtype=np.int64)
+    for inner, mine in ((True, names == "row"), (False, np.isin(names, ("column", "both")))):
+        cut = np.flatnonzero(mine)[_parts(length[mine], results[mine], inner) > 1]
+        # What also writes its elements has few results beside.
+        found[cut] += np.clip(written[cut] // (2 * results[cut]), 1, _RESULTS)
+    return found
+
+
 def _cut(name: str, length: Whole, results: Whole, inner: bool) -> Columns:
     """What a cut reduction is like: its parts, whether they are even, how a part is aligned, and how full the GPU is."""
     parts = _parts(length, results, inner)
@@ -93,10 +113,15 @@ def _programs(programs: Whole, at_once: int, **more: Array) -> Columns:
     return {**filled, **more}
 
 
+def run_height(rows: Whole, length: Whole) -> Whole:
+    """Rows that a program of our quantizers of rows takes at once."""
+    width = _next_power(length)
+    return np.maximum(np.minimum(np.maximum(2048 // width, 1), _next_power(rows)), 128 // width)
+
+
 def _runs(rows: Whole, length: Whole, odd: Array) -> Columns:
     """Our quantizers of rows: as many to a program as fill it, unmasked where they fit (`numerics.gpu_words`, `numerics.gpu`)."""
-    width = _next_power(length)
-    height = np.maximum(np.minimum(np.maximum(2048 // width, 1), _next_power(rows)), 128 // width)
+    width, height = _next_power(length), run_height(rows, length)
     even = (width == length) & (rows % height == 0)
     fill = rows * length / (_ceil(rows, height) * height * width)
     # A mask costs little where a row's words come by 16: they are still loaded and stored together.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from perfmodel.memory_plan import launches, plan
+from perfmodel.memory_plan import launches, plan, run_height, stages
 
 H200 = SimpleNamespace(multi_processor_count=132, warp_size_or_default=32, max_threads_per_multi_processor=2048, major=9)
 
@@ -84,3 +84,35 @@ def test_strips_are_shared_as_planned(monkeypatch, rows, columns):
 def test_launches_of_a_call():
     names = ["torch/relu_forward", "torch/quantize_tensorwise", "torch/quantize_tensorwise", "loka/quantize_rowwise_dual", "x/y"]
     assert launches(names, [4096, 8, 4096, 64, 1], [1024, 64, 4096, 64, 1]).tolist() == [1, 1, 3, 3, 1]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(64, 13), (192, 13), (3, 27), (4096, 127), (5, 6045), (262144, 1), (1, 2275)])
+def test_odd_rows_are_taken_together_as_planned(monkeypatch, rows, columns):
+    from numerics import gpu
+    from numerics.recipe import Recipe
+
+    kernel = Recorded()
+    monkeypatch.setattr(gpu.kernels, "group_kernel", kernel)
+    monkeypatch.setattr(gpu, "converts", lambda device: True)
+    x, recipe = torch.zeros(rows, columns, dtype=torch.bfloat16), Recipe.parse("e4m3/rowwise")
+    gpu._launch(x, recipe, None, torch.zeros(rows, 1), torch.zeros(rows, columns, dtype=torch.uint8), None, None, None)
+    assert run_height(np.array([rows]), np.array([columns])).tolist() == [kernel.options["ROWS"]]
+    assert (planned("loka/quantize_rowwise", rows, columns)["programs"],) == kernel.grid
+
+
+def test_only_rows_that_no_vector_reads_whole_cost_by_their_height():
+    from perfmodel import hardware
+    from perfmodel.memory_costs import terms
+
+    columns = np.array([13.0, 15.0, 26.0, 100.0, 64.0, 512.0, 4096.0])
+    found = terms("loka/quantize_rowwise", np.full(7, 1000.0), columns, hardware.load("h200"))
+    by_kind = {kind: sum(found[name] for name in found if name.startswith(f"{kind}_height")) > 0 for kind in ("odd", "words")}
+    assert by_kind["odd"].tolist() == [True, True, False, False, False, False, False]
+    assert by_kind["words"].tolist() == [False, False, True, True, False, False, False]
+
+
+def test_kernels_of_reductions():
+    """A sum over the batch of 16 columns of 24,576 is cut, and one kernel adds up the parts of each of its results."""
+    kinds = ["pointwise", "row", "column", "column", "column"]
+    found = stages(kinds, [4096, 4096, 16, 16, 40000], [1, 64, 24576, 24576, 24576], [8192, 8192, 32, 64, 80000])
+    assert found.tolist() == [1, 1, 2, 3, 1]
