@@ -8,8 +8,10 @@ checked against FP64 first. With workers, so many processes compile, and one at 
 
 A quantizer's share is the time of a plain copy of as many bytes, the input counted once, over its own. Where the amax of a
 whole tensor or column must be known before the first code is written, a tensor that does not fit on the chip must be read
-twice: a second share counts that. A GEMM's ceiling is the larger of its operations at the fastest rate that any GEMM of this run
-reaches (8192^3, on whose power draw clocks fall, is among them) and of its bytes at the fastest copy's bandwidth.
+twice: a second share counts that, and two kernels that move those bytes without arithmetic stand beside the others
+(`benchmarks/kernel_floors.py`): one launch that reads, meets and writes, and two that read, and read and write. A GEMM's
+ceiling is the larger of its operations at the fastest rate that any GEMM of this run reaches (8192^3, on whose power draw
+clocks fall, is among them) and of its bytes at the fastest copy's bandwidth.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernel_floors import FLOORS, floors
 from kernel_peers import OURS, peers
 
 from hil.fingerprint import fingerprint
@@ -91,7 +94,8 @@ def methods(kind: str, shape: Shape) -> tuple[dict[str, Runner], list[int], dict
     others, missing = peers(kind)
     moved = OURS[kind].moved_bytes(shape)
     missing = {f"{who} ({kind})": why for who, why in missing.items()}
-    return {"ours": OURS[kind], **others}, [moved, moved + read_again(kind, (shape.m, shape.k))], missing
+    again = read_again(kind, (shape.m, shape.k))
+    return {"ours": OURS[kind], **others, **(floors(kind) if again else {})}, [moved, moved + again], missing
 
 
 def measured(kind: str, shape: Shape, pool: BufferPool, lock: Any = None) -> Line:
@@ -351,7 +355,8 @@ def main() -> int:
     problems = {what: why for line in lines for what, why in line["problems"].items()}
     ours = [row for row in made if row["whose"] == "ours"]
     reached = [sum(row[key] >= 0.75 for row in ours) for key in ("share", "share_passes")]
-    ahead = sum(all(row["us"] < other["us"] for other in made if other["whose"] != "ours" and same(row, other)) for row in ours)
+    others = [row for row in made if row["whose"] not in ("ours", *FLOORS)]
+    ahead = sum(all(row["us"] < other["us"] for other in others if same(row, other)) for row in ours)
     wrong = [str(row.get("form", row.get("kernel"))) for row in (*shapes, *made) if not row["correct"]]
     print(f"{reached[0]} of {len(ours)} of our quantizations from 8 MB up at 75% of copy bandwidth or more, {reached[1]} with a "
           f"second read counted; {ahead} faster than everybody else's")  # fmt: skip
