@@ -59,6 +59,7 @@ NEVER_SEEN = {
     "blind": "held_out_blind",
     "blind2": "held_out_blind2",
     "blind3": "held_out_blind3",
+    "blind4": "held_out_blind4",
     "blind_memory": "held_out_blind_memory",
     "blind_memory2": "held_out_blind_memory2",
 }
