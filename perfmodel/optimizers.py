@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 # at::native::multi_tensor_apply, torch 2.11 and 2.13: elements of a chunk, chunks of a launch.
 CHUNK, BLOCKS = 65_536, 320
-LAUNCH_US = 1.0
+# What AdamW launches to count its steps: microseconds, and tensors of a launch.
+COUNT_US, COUNTED = 1.45, 110
 
 
 @dataclass(frozen=True)
@@ -24,44 +25,54 @@ class Optimizer:
         written_bytes: Per parameter.
         state_bytes: Of these, its state, read and written.
         tensors: Parameters that a launch takes at most.
+        launch_us: Of every launch, beside what follows.
         chunk_us: A block's time for a whole chunk.
-        bandwidth_tbs: Of launches of many chunks.
-        counts: Launches beside those, which count steps.
+        bandwidth_tbs: Of what the memory's part of a launch grows with, on an H200.
+        bend: How sharply one of the two takes over from the other: the exponent of the norm that joins them.
+        counts: Whether a launch counts steps.
     """
 
     read_bytes: int
     written_bytes: int
     state_bytes: int
     tensors: int
+    launch_us: float
     chunk_us: float
     bandwidth_tbs: float
-    counts: int = 0
+    bend: float
+    counts: bool = False
 
 
-# Fitted to the first six lists of tensors of `python -m hil.fused eager` on an H200 (data/h200/eager_ops.json); on the other
-# four, which are shaped as layers with their biases, at most 8% off for AdamW and 20% for SGD. torch's Adagrad has no fused
-# form: five kernels over the list.
+# The last four of each: `python -m perfmodel.fit_optimizers`. torch's Adagrad has no fused form: five kernels over the list,
+# as if they were one.
 OPTIMIZERS = {
-    "adamw": Optimizer(8, 6, 8, 36, 37.0, 2.80, counts=1),
-    "sgd": Optimizer(4, 2, 0, 64, 19.0, 3.55),
-    "sgd_momentum": Optimizer(6, 4, 4, 48, 22.0, 3.15),
-    "adagrad": Optimizer(6, 4, 4, 50, 72.0, 1.25),
+    "adamw": Optimizer(8, 6, 8, 36, 2.29, 33.9, 2.96, 2.96, counts=True),
+    "sgd": Optimizer(4, 2, 0, 64, 1.44, 15.1, 6.67, 0.977),
+    "sgd_momentum": Optimizer(6, 4, 4, 48, 1.54, 18.2, 3.44, 1.78),
+    "adagrad": Optimizer(6, 4, 4, 50, 5.56, 55.9, 1.53, 1.41),
 }
-UNCERTAINTY = 0.2
+# 90% of the steps over lists that were not fitted to are that close.
+UNCERTAINTY = 0.1
 
 
-def step_us(sizes: Iterable[int], optimizer: str) -> float:
-    """Microseconds of one step over tensors of so many elements, in bf16, on an H200."""
-    kind = OPTIMIZERS[optimizer]
-    moved = kind.read_bytes + kind.written_bytes
-    total = LAUNCH_US * kind.counts
-    for largest, elements in _launches(sizes, kind.tensors):
-        total += LAUNCH_US + max(kind.chunk_us * largest / CHUNK, moved * elements / (kind.bandwidth_tbs * 1e6))
+def step_us(sizes: Iterable[int], optimizer: str, constants: Optimizer | None = None) -> float:
+    """Microseconds of one step over tensors of so many elements, in bf16, on an H200; by other constants where they are given."""
+    kind, sizes = constants or OPTIMIZERS[optimizer], list(sizes)
+    total = COUNT_US * math.ceil(len(sizes) / COUNTED) if kind.counts else 0.0
+    for largest, elements in launches(sizes, kind.tensors):
+        total += launch_us(kind, largest, elements)
     return total
 
 
-def _launches(sizes: Iterable[int], most: int) -> Iterator[tuple[int, int]]:
-    """Largest chunk and elements of each launch."""
+def launch_us(kind: Optimizer, largest: int, elements: int) -> float:
+    """Microseconds of one launch whose largest chunk and whose chunks in all have so many elements."""
+    chunk = kind.chunk_us * largest / CHUNK
+    memory = (kind.read_bytes + kind.written_bytes) * elements / (kind.bandwidth_tbs * 1e6)
+    return kind.launch_us + float((chunk**kind.bend + memory**kind.bend) ** (1 / kind.bend))
+
+
+def launches(sizes: Iterable[int], most: int) -> Iterator[tuple[int, int]]:
+    """Elements of the largest chunk, and of all, of each launch over tensors of these sizes, `most` of them at once."""
     blocks = tensors = elements = largest = 0
     for size in sizes:
         tensors += 1

@@ -1,41 +1,64 @@
-"""An optimizer's step: launches as torch cuts them, and times held to those measured on an H200."""
+"""An optimizer's step: launches as torch cuts them, and times held to those measured on H200s."""
 
 import json
+import math
 
+import numpy as np
 import pytest
 
 from perfmodel.data_folder import data_folder
-from perfmodel.optimizers import BLOCKS, CHUNK, LAUNCH_US, OPTIMIZERS, step_us
+from perfmodel.fit_optimizers import errors, fitted, measured, split
+from perfmodel.optimizers import BLOCKS, CHUNK, COUNTED, OPTIMIZERS, UNCERTAINTY, launches, step_us
 
 ROWS = json.loads((data_folder() / "h200" / "eager_ops.json").read_text())["rows"]
-# Layers with their biases, as `python -m hil.fused eager` lists them: not fitted to.
+# Layers with their biases, timed on another machine's H200 than those that were fitted to.
 LAYERS = {
     10_506_240: (512 * 512, 512) * 40, 28_319_744: (3456 * 1024, 1024) * 8, 268_566_528: (8192 * 2048, 8192) * 16,
     526_336: (256 * 512, 512) * 4,
 }  # fmt: skip
 
 
-def measured(name, elements):
-    (row,) = [r for r in ROWS if (r["operation"], r.get("elements"), r.get("dtype")) == (name, elements, "bfloat16")]
-    return row["kernels_us"]
-
-
-@pytest.mark.parametrize(("optimizer", "worst"), [("adamw", 0.10), ("sgd", 0.20), ("sgd_momentum", 0.20)])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "sgd_momentum"])
 @pytest.mark.parametrize("elements", LAYERS)
-def test_layers_that_were_not_fitted_to(optimizer, worst, elements):
-    assert step_us(LAYERS[elements], optimizer) == pytest.approx(measured(f"{optimizer}_fused", elements), rel=worst)
+def test_layers_timed_on_another_machine(optimizer, elements):
+    name = f"{optimizer}_fused"
+    (row,) = [r for r in ROWS if (r["operation"], r.get("elements"), r.get("dtype")) == (name, elements, "bfloat16")]
+    assert step_us(LAYERS[elements], optimizer) == pytest.approx(row["kernels_us"], rel=0.1)
 
 
-def test_few_chunks_take_as_long_as_one():
-    one = step_us([CHUNK], "adamw")
-    assert step_us([CHUNK] * 30, "adamw") == one
-    assert step_us([CHUNK] * 40, "adamw") == pytest.approx(2 * (one - LAUNCH_US) + LAUNCH_US)  # 36 tensors a launch
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_lists_that_were_not_fitted_to(optimizer):
+    known, held_out = split(measured("h200"))
+    assert not {tuple(r["sizes"]) for r in known} & {tuple(r["sizes"]) for r in held_out}
+    off = np.abs(np.expm1(errors(optimizer, held_out)))
+    assert off.mean() < 0.05
+    # The constants are what the fit gives.
+    again = fitted(optimizer, known)
+    assert [step_us(r["sizes"], optimizer, again) for r in held_out] == pytest.approx(
+        [step_us(r["sizes"], optimizer) for r in held_out], rel=0.01
+    )
 
 
-def test_a_large_tensor_runs_at_its_bandwidth():
-    kind, size = OPTIMIZERS["sgd"], 8 * BLOCKS * CHUNK
-    assert step_us([size], "sgd") == pytest.approx(8 * LAUNCH_US + 6 * size / (kind.bandwidth_tbs * 1e6))
+def test_nine_of_ten_are_as_close_as_is_said():
+    _, held_out = split(measured("h200"))
+    off = np.abs(np.expm1(np.concatenate([errors(name, held_out) for name in OPTIMIZERS])))
+    assert (off < UNCERTAINTY).mean() >= 0.9
 
 
-def test_nothing_takes_no_time_but_the_count():
-    assert step_us([], "sgd") == 0
+def test_launches_are_as_many_as_torch_makes():
+    for row in measured("h200"):
+        if row["optimizer"] == "adagrad":  # five kernels, each of which cuts its lists otherwise
+            continue
+        kind, number = OPTIMIZERS[row["optimizer"]], len(row["sizes"])
+        counting = math.ceil(number / COUNTED) if kind.counts else 0
+        assert len(row["launch_us"]) == len(list(launches(row["sizes"], kind.tensors))) + counting, row["sizes"]
+
+
+def test_a_full_launch_is_cut_at_its_blocks():
+    assert list(launches([8 * BLOCKS * CHUNK], 36)) == [(CHUNK, BLOCKS * CHUNK)] * 8
+    assert list(launches([CHUNK] * 40, 36)) == [(CHUNK, 36 * CHUNK), (CHUNK, 4 * CHUNK)]
+    assert list(launches([5, 7], 36)) == [(7, 12)]
+
+
+def test_nothing_takes_no_time():
+    assert [step_us([], name) for name in OPTIMIZERS] == [0.0] * len(OPTIMIZERS)
