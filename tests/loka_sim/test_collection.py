@@ -187,7 +187,11 @@ def test_the_sweeps_hold_enough_of_every_kernel_for_a_fit_and_begin_with_a_fair_
             wanted |= {name for name in KERNELS if name.startswith("torch/fp8_grouped")}
         assert wanted and all(count[name] >= LEAST_ROWS_FIT for name in wanted)
         first = Counter(name for names in legal[: len(legal) // 4] for name in names)
-        assert all(first[name] == pytest.approx(count[name] / 4, abs=4 + 0.1 * count[name]) for name in wanted)
+        # Of what takes blocks of 128 x 128 alone, as much as a fit needs has been measured before the half of all shapes.
+        blocks = {name for name in wanted if family == "memory" and "block" in name and "norm" not in name}
+        assert all(first[name] == pytest.approx(count[name] / 4, abs=4 + 0.1 * count[name]) for name in wanted - blocks)
+        sooner = Counter(name for names in legal[: len(legal) // 2] for name in names)
+        assert all(sooner[name] >= LEAST_ROWS_FIT for name in blocks)
         assert len(dict.fromkeys(shape for shape, _ in items)) == len(items)
 
 
