@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
@@ -81,6 +82,11 @@ def network_file(kernel: str) -> str:
     return kernel.replace("/", "__") + ".network.json.gz"
 
 
+def choice_file(kernel: str) -> str:
+    """File name of what tells which of its kernels the library chooses, where there is such a thing."""
+    return kernel.replace("/", "__") + ".choice.json.gz"
+
+
 def with_network(names: list[str], matrix: Array, network: Network | None) -> tuple[list[str], Array, Array | float]:
     """Features with the network's value as the last, its name `network`, and that value; unchanged and 0 without one."""
     if network is None:
@@ -91,13 +97,21 @@ def with_network(names: list[str], matrix: Array, network: Network | None) -> tu
 
 def columns_of(frame: pd.DataFrame | Columns) -> Sizes:
     """The (m, n, k, groups) columns as float arrays; groups is 1 where there is no such column."""
-    m, n, k = (_numbers(frame[name]) for name in ("m", "n", "k"))
-    return m, n, k, _numbers(frame["groups"]) if "groups" in frame else np.ones_like(m)
+    m, n, k = (_numbers(name, frame[name]) for name in ("m", "n", "k"))
+    return m, n, k, _numbers("groups", frame["groups"]) if "groups" in frame else np.ones_like(m)
 
 
-def _numbers(column: pd.Series | Sequence[Any]) -> Array:
-    found: Array = column.to_numpy(dtype=np.float64) if hasattr(column, "to_numpy") else np.asarray(column, dtype=np.float64)
-    return found
+def _numbers(name: str, column: pd.Series | Sequence[Any]) -> Array:
+    """A column of numbers, or of None; of truth values, words or anything else it is refused."""
+    values = column.to_numpy() if hasattr(column, "to_numpy") else np.asarray(column)
+    odd: list[Any] = []
+    if values.dtype == object:
+        odd = [value for value in values.reshape(-1) if not isinstance(value, Real | None) or isinstance(value, bool)]
+    elif values.dtype.kind not in "iuf":
+        odd = values.reshape(-1).tolist()
+    if odd:
+        raise ValueError(f"{name} = {odd[0]!r} is no size; m, n, k and groups must be at least 1, and whole numbers")
+    return np.asarray(values, dtype=np.float64)
 
 
 def _places(kernels: Sequence[str]) -> dict[str, npt.NDArray[np.intp]]:
@@ -242,6 +256,8 @@ class PerfModel:
             raise ValueError("a row names no kernel; predict needs kernel, m, n, k in every row")
         m, n, k, groups = columns_of(frame)
         for name, size in zip(("m", "n", "k", "groups"), (m, n, k, groups), strict=True):
+            if size.shape != (len(kernels),):
+                raise ValueError(f"{name} has the shape {size.shape} for {len(kernels)} kernels; give each of them one {name}")
             if (wrong := ~((size >= 1) & (size < 2**62) & (np.floor(size) == size))).any():
                 raise ValueError(
                     f"{name} = {size[wrong][0]:g} is no size; m, n, k and groups must be at least 1, and whole numbers"
@@ -260,11 +276,14 @@ class PerfModel:
 
         return pandas.DataFrame(columns, index=frame.index)
 
-    def _refuse(self, kernel: str, sizes: Sizes) -> None:
-        """Raise where a kernel is not known here or cannot run one of the shapes."""
+    def _refuse_unknown(self, kernel: str) -> None:
         if kernel not in self.manifest["kernels"]:
             known = "has no measurements on" if kernel in KERNELS else "is not a kernel; known on"
             raise ValueError(f"kernel {kernel!r} {known} {self.hardware.name}: {', '.join(sorted(self.manifest['kernels']))}")
+
+    def _refuse(self, kernel: str, sizes: Sizes) -> None:
+        """Raise where a kernel is not known here or cannot run one of the shapes."""
+        self._refuse_unknown(kernel)
         spec = KERNELS[kernel]
         multiples = (spec.multiple_m, spec.multiple_n, spec.multiple_k)
         for letter, size, multiple in zip("MNK", sizes[:3], multiples, strict=True):
@@ -320,12 +339,17 @@ class PerfModel:
     def in_range(self, frame: Columns) -> npt.NDArray[np.bool_]: ...
 
     def in_range(self, frame: pd.DataFrame | Columns) -> pd.Series | npt.NDArray[np.bool_]:
-        """Whether each call lies inside the sizes that the kernel was measured at (every dimension, and their product)."""
+        """Whether each call lies inside the sizes that the kernel was measured at (every dimension, and their product).
+
+        Raises:
+            ValueError: an unknown kernel, or one without measurements on this GPU.
+        """
         kernels = list(frame["kernel"])
         sizes = dict(zip(("m", "n", "k", "groups"), columns_of(frame), strict=True))
         sizes["product"] = sizes["m"] * sizes["n"] * sizes["k"] * sizes["groups"]
         inside = np.ones(len(kernels), dtype=bool)
         for kernel, rows in _places(kernels).items():
+            self._refuse_unknown(kernel)
             for name, (low, high) in self.manifest["kernels"][kernel]["range"].items():
                 inside[rows] &= (sizes[name][rows] >= low) & (sizes[name][rows] <= high)
         if isinstance(frame, Mapping):

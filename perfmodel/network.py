@@ -72,16 +72,21 @@ class Network:
 
     def predict(self, matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
         """The network's value for each row of features, (rows,)."""
+        return self.level + self.spread * self.outputs(matrix)[:, 0].astype(np.float64)
+
+    def outputs(self, matrix: npt.NDArray[np.floating]) -> Array:
+        """What the last layer gives for each row of features, (rows, outputs)."""
         x = np.zeros((-(-len(matrix) // _BLOCK) * _BLOCK, matrix.shape[1]), dtype=np.float32)
         x[: len(matrix)] = self._normal(matrix)
         blocks = x.reshape(-1, _BLOCK, x.shape[1])
         with _threads().limit(limits=1, user_api="blas"):
             if len(blocks) < _BLOCKS_A_THREAD * THREADS:
-                parts = [self._forward(block)[-1][:, 0] for block in blocks]
+                parts = [self._forward(block)[-1] for block in blocks]
             else:
                 with ThreadPoolExecutor(THREADS) as pool:
-                    parts = list(pool.map(lambda block: self._forward(block)[-1][:, 0], blocks))
-        return self.level + self.spread * np.concatenate([np.empty(0), *parts])[: len(matrix)]
+                    parts = list(pool.map(lambda block: self._forward(block)[-1], blocks))
+        empty = np.empty((0, self.layers[-1][1].size), dtype=np.float32)
+        return np.concatenate([empty, *parts])[: len(matrix)]
 
     def _normal(self, matrix: npt.NDArray[np.floating]) -> Array:
         scaled = (matrix - self.mean) / self.deviation

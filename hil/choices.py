@@ -1,0 +1,264 @@
+"""Ask cuBLAS which kernel it chooses for very many GEMMs, and teach a network to tell it from the size.
+
+    python -m hil.choices --out data/h200 --minutes 1 --workers 14 --seed 91001
+
+A call is captured into a CUDA graph and never run: the graph's nodes name the kernels. That takes 0.3 ms, and answers without
+noise what a timed launch shows as a jump. Shapes are drawn as `hil.launches` draws them; those that `gemm.parquet` in the
+folder has are left out, so that what is learned stays ignorant of the shapes that judge it. The networks, one a kernel, are
+written as `choices/<kernel>.json.gz`, with a sidecar that says how often each is right on answers that it has not seen.
+`perfmodel.fit` makes features of them (`perfmodel.choice`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gzip
+import json
+import multiprocessing
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from hil.kernels.base import Shape
+from hil.launches import drawn, takes
+from hil.timing import BufferPool
+from perfmodel.choice import PARTS, Choice, asked, parts_of
+from perfmodel.hardware import HardwareSpec
+from perfmodel.kernels import KERNELS
+from perfmodel.model import choice_file
+from perfmodel.network import REACH, Network
+
+KERNELS_ASKED = ("torch/bf16", "torch/bf16_batched", "torch/fp8_tensorwise_fast", "torch/fp8_tensorwise_split")
+WIDTH, HIDDEN, BATCH, RATE, DECAY = 192, 3, 2048, 3e-3, 1e-2
+# Of the answers, for the accuracy in the sidecar.
+HELD_OUT = 10_000
+# Shapes drawn at once, and bytes that torch may keep before it gives back what is free.
+_DRAWN, _KEPT_BYTES = 6000, 6e9
+_KERNEL_NODE, _MEMSET_NODE, _RELAXED = 0, 2, 2
+
+
+class _Node(ctypes.Structure):
+    """`CUDA_KERNEL_NODE_PARAMS_v2` of the driver."""
+
+    _fields_ = [
+        ("function", ctypes.c_void_p), ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+        ("parameters", ctypes.c_void_p), ("extra", ctypes.c_void_p), ("kernel", ctypes.c_void_p), ("context", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+class Recorder:
+    """Names the kernels of calls without running them."""
+
+    def __init__(self) -> None:
+        """Take a stream of its own: the default one cannot be captured."""
+        import torch
+
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self.stream = torch.cuda.Stream()
+        self._names: dict[int, str] = {}
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        if status := getattr(self._driver, function)(*arguments):
+            raise RuntimeError(f"{function} fails with {status}")
+
+    def names(self, launch: Callable[[], Any]) -> list[str]:
+        """Names of the kernels that a call launches, in order; "memset" where it clears memory.
+
+        Call it inside `torch.cuda.stream(recorder.stream)`, after one call of that kind outside a capture.
+
+        Raises:
+            RuntimeError: the call or its capture fails.
+        """
+        stream, graph = ctypes.c_void_p(self.stream.cuda_stream), ctypes.c_void_p()
+        self._call("cuStreamBeginCapture_v2", stream, _RELAXED)
+        try:
+            launch()
+        finally:
+            status = self._driver.cuStreamEndCapture(stream, ctypes.byref(graph))
+        if status:
+            raise RuntimeError(f"cuStreamEndCapture fails with {status}")
+        try:
+            number = ctypes.c_size_t(16)
+            nodes = (ctypes.c_void_p * number.value)()
+            self._call("cuGraphGetNodes", graph, nodes, ctypes.byref(number))
+            return [name for node in nodes[: number.value] if (name := self._name(ctypes.c_void_p(node)))]
+        finally:
+            self._driver.cuGraphDestroy(graph)
+
+    def _name(self, node: ctypes.c_void_p) -> str | None:
+        kind, found = ctypes.c_int(), _Node()
+        self._call("cuGraphNodeGetType", node, ctypes.byref(kind))
+        if kind.value != _KERNEL_NODE:
+            return "memset" if kind.value == _MEMSET_NODE else None
+        self._call("cuGraphKernelNodeGetParams_v2", node, ctypes.byref(found))
+        key = found.function or found.kernel
+        if key not in self._names:
+            name = ctypes.c_char_p()
+            getter = "cuFuncGetName" if found.function else "cuKernelGetName"
+            self._call(getter, ctypes.byref(name), ctypes.c_void_p(key))
+            self._names[key] = (name.value or b"").decode()
+        return self._names[key]
+
+
+def answers(number: int, seed: int, known: frozenset[tuple[int, ...]], seconds: float, most: int) -> pd.DataFrame:
+    """What one process is told: rows of `kernel`, the shape and `PARTS`.
+
+    Args:
+        number: Of the process.
+        seed: Seeds the shapes, with `number`.
+        known: Shapes to leave out, (m, n, k, groups).
+        seconds: When to stop.
+        most: Rows to stop at.
+    """
+    import torch
+
+    from hil.kernels import RUNNERS
+
+    until, rows, parts = time.time() + seconds, [], []
+    recorder, pool = Recorder(), BufferPool(elements=2**30)
+    encoded: dict[tuple[str, ...], tuple[int, ...]] = {}
+    small = Shape(256, 256, 256, 1)
+    with torch.cuda.stream(recorder.stream):
+        for name in KERNELS_ASKED:
+            RUNNERS[name].bind(replace(small, groups=2) if "batched" in name else small, pool)(0)
+        torch.cuda.synchronize()
+        for turn in range(1_000_000):
+            for shape in drawn(_DRAWN, seed + 1_000_000 * number + 10 * turn, KERNELS_ASKED):
+                if time.time() > until or len(rows) >= most:
+                    frame = pd.DataFrame(rows, columns=["kernel", "m", "n", "k", "groups"])
+                    return frame.assign(**dict(zip(PARTS, np.array(parts).reshape(-1, len(PARTS)).T, strict=True)))
+                if (shape.m, shape.n, shape.k, shape.groups) in known:
+                    continue
+                for name in KERNELS_ASKED:
+                    if takes(name, shape):
+                        try:
+                            launch = RUNNERS[name].bind(shape, pool)
+                            found = tuple(recorder.names(lambda bound=launch: bound(0)))  # type: ignore[misc]
+                        except (RuntimeError, ValueError):
+                            continue
+                        if found not in encoded:
+                            encoded[found] = parts_of(found)
+                        rows.append((name, shape.m, shape.n, shape.k, shape.groups))
+                        parts.append(encoded[found])
+                if torch.cuda.memory_reserved() > _KEPT_BYTES:
+                    torch.cuda.empty_cache()
+    raise AssertionError
+
+
+def learn(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, epochs: int, seed: int = 0) -> tuple[Choice, dict[str, Any]]:
+    """A network of one kernel's choices, trained on the GPU where there is one, and how often it is right.
+
+    Args:
+        kernel: Which.
+        rows: What `answers` gives of it.
+        hardware: The GPU.
+        epochs: Times that each row is seen.
+        seed: Seeds weights, order and what is held out.
+    """
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(seed)
+    matrix = asked(kernel, *(rows[name].to_numpy(dtype=np.float64) for name in ("m", "n", "k", "groups")), hardware)
+    coded = [np.unique(rows[part].to_numpy(), return_inverse=True) for part in PARTS]
+    mean, deviation = matrix.mean(axis=0), matrix.std(axis=0) + np.float32(1e-6)
+    x = torch.from_numpy(np.clip((matrix - mean) / deviation, -REACH, REACH)).to(device)
+    y = torch.from_numpy(np.stack([number for _, number in coded], axis=1)).to(device)
+    ends = np.cumsum([len(codes) for codes, _ in coded]).tolist()
+    spans = list(zip([0, *ends], ends, strict=False))
+    test, order = np.split(np.random.default_rng(seed).permutation(len(rows)), [min(HELD_OUT, len(rows) // 10)])
+    kept = torch.from_numpy(order).to(device)
+    sizes = [x.shape[1], *[WIDTH] * HIDDEN, ends[-1]]
+    linear = [torch.nn.Linear(*pair, device=device) for pair in zip(sizes, sizes[1:], strict=False)]
+    layers = [part for layer in linear[:-1] for part in (layer, torch.nn.Hardswish())]
+    model = torch.nn.Sequential(*layers, linear[-1])
+    batch = min(BATCH, len(order))
+    steps = epochs * (len(order) // batch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, steps, pct_start=0.15, cycle_momentum=False)
+    for _ in range(epochs):
+        shuffled = kept[torch.randperm(len(kept), device=device)]
+        for index in shuffled.split(batch)[: len(order) // batch]:
+            out, wanted = model(x[index]), y[index]
+            loss = torch.stack(
+                [torch.nn.functional.cross_entropy(out[:, a:b], wanted[:, i]) for i, (a, b) in enumerate(spans)]
+            ).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    arrays: list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = [
+        (layer.weight.detach().cpu().numpy().T.copy(), layer.bias.detach().cpu().numpy()) for layer in linear
+    ]
+    choice = Choice(Network(mean, deviation, 0.0, 1.0, arrays), tuple(codes for codes, _ in coded))
+    right = choice.parts(matrix[test]) == np.stack([rows[part].to_numpy()[test] for part in PARTS], axis=1)
+    return choice, {
+        "rows": len(order),
+        "held_out": len(test),
+        "right": {part: round(float(share), 4) for part, share in zip(PARTS, right.mean(axis=0), strict=True)},
+        "tile_right": round(float(right[:, :2].all(axis=1).mean()), 4),
+        "all_right": round(float(right.all(axis=1).mean()), 4),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m hil.choices", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of choices/ and choices.json")
+    parser.add_argument("--minutes", type=float, default=1.0, help="of asking")
+    parser.add_argument("--epochs", type=int, default=40, help="of learning")
+    parser.add_argument("--most", type=int, default=250_000, help="answers of a process")
+    parser.add_argument("--seed", type=int, default=91001)
+    parser.add_argument("--workers", type=int, default=8, help="processes that ask")
+    parser.add_argument("--answers", type=Path, help="file of all answers: read where it is there, without asking; else written")
+    options = parser.parse_args(arguments)
+
+    from hil.fingerprint import fingerprint
+    from perfmodel import hardware
+
+    began, careful = time.time(), options.out / "gemm.parquet"
+    columns = ["m", "n", "k", "groups"]
+    if options.answers is not None and options.answers.is_file():
+        rows = pd.read_parquet(options.answers)
+    else:
+        import torch
+
+        if not torch.cuda.is_available():
+            print("no CUDA GPU here: run this on a Hopper machine", file=sys.stderr)
+            return 3
+        known = frozenset(map(tuple, pd.read_parquet(careful)[columns].to_numpy().tolist()) if careful.is_file() else ())
+        jobs = [(number, options.seed, known, 60 * options.minutes, options.most) for number in range(options.workers)]
+        with multiprocessing.get_context("spawn").Pool(options.workers) as processes:
+            rows = pd.concat(processes.starmap(answers, jobs, chunksize=1)).drop_duplicates(["kernel", *columns])
+        if options.answers is not None:
+            rows.to_parquet(options.answers, index=False, compression="zstd")
+    print(f"{len(rows)} answers, {time.time() - began:.0f} s", file=sys.stderr)
+    (options.out / "choices").mkdir(parents=True, exist_ok=True)
+    judged = {}
+    for kernel in KERNELS:
+        mine = rows[rows["kernel"] == kernel]
+        if len(mine):
+            choice, judged[kernel] = learn(kernel, mine, hardware.load("h200"), options.epochs)
+            path = options.out / "choices" / choice_file(kernel)
+            path.write_bytes(gzip.compress(choice.save(), 9, mtime=0))
+            print(f"{kernel}: {judged[kernel]}, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
+    command = f"python -m hil.choices {shlex.join(arguments if arguments is not None else sys.argv[1:])}"
+    sidecar = {
+        "schema_version": 1, "method": "kernels of captured calls by name, told by networks; see hil/choices.py",
+        "command": command, **fingerprint(), "seconds": round(time.time() - began), "kernels": judged,
+    }  # fmt: skip
+    (options.out / "choices.json").write_text(json.dumps(sidecar, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

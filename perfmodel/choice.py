@@ -1,0 +1,167 @@
+"""Which of its kernels cuBLAS chooses for a GEMM, told from the size, and what follows from that: tiles, waves, clusters.
+
+cuBLAS has a thousand kernels and chooses by rules that it does not publish; each change of kernel is a jump in the time. What
+it chooses can be asked without running anything (`hil.choices`), so a network learns the rules from hundreds of thousands of
+answers without noise. Offline it says, for each part of a kernel's name, which is the likeliest; the time model sees these.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from perfmodel.features import features
+from perfmodel.hardware import HardwareSpec
+from perfmodel.network import Network
+
+Array = npt.NDArray[np.float64]
+Codes = npt.NDArray[np.int64]
+Sizes = tuple[Array, Array, Array, Array]
+
+# What the network tells apart, each a whole number: a tile's extent along N (and 1,000 for each kind of kernel), along M, a
+# cluster's extents along N and M (as 10 N + M), which operand two groups of warps share (0: none), whether K is split, whether
+# tiles are walked along rows, whether the result is stored transposed, whether something is cleared first.
+PARTS = ("tile_n", "tile_m", "cluster", "shared_operand", "split_k", "along_rows", "layout", "cleared")
+_KIND = 1000
+# Kernels of cuBLAS for Hopper are kind 0; older ones, by a word in their names, are numbered from 1.
+_OLDER = ("cutlass_75", "cutlass_80", "xmma", "gemv", "wmma", "gemmk1", "dot", "split")
+_HOPPER = re.compile(r"nvjet_sm90_\w+?_(\d+)x(\d+)_\d+x\d+_(\d+)x(\d+)_([hv])_")
+_TILE = re.compile(r"_(\d+)x(\d+)_")
+# Extents of tiles that the network is told the fill of, and of pairs (M, N) the waves.
+_FILLS = {"m": (64, 128, 192, 256), "n": (8, 16, 32, 64, 96, 128, 160, 192, 256), "k": (32, 64, 128)}
+_WAVES_M, _WAVES_N = (64, 128, 192, 256), (16, 32, 64, 96, 128, 160, 192, 256)
+# Periods of a size's logarithm to base 2: a half, one, two, four.
+_FREQUENCIES = (0.5, 1.0, 2.0, 4.0)
+
+
+def parts_of(names: Sequence[str]) -> tuple[int, ...]:
+    """The `PARTS` of what one call launches.
+
+    Args:
+        names: Of its GPU kernels in order, with "memset" for memory that is cleared.
+    """
+    kernels = [name for name in names if name != "memset"]
+    main = kernels[0]
+    cleared = int(len(kernels) < len(names))
+    if found := _HOPPER.search(main):
+        high, wide, *cluster = (int(found[i]) for i in range(1, 5))
+        shared = 1 if "coopA" in main else 2 if "coopB" in main else 0
+        return (
+            high, wide, 10 * cluster[0] + cluster[1], shared, int("splitK" in main), int(found[5] == "h"),
+            int("_TNN" in main), cleared,
+        )  # fmt: skip
+    tile = _TILE.search(main)
+    high, wide = (int(tile[1]), int(tile[2])) if tile else (16, 16)
+    kind = 1 + next((number for number, word in enumerate(_OLDER) if word in main), len(_OLDER))
+    return high + _KIND * kind, wide, 11, 0, int(any("split" in name for name in names)), 0, int("_tn_" in main), cleared
+
+
+def asked(kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec) -> npt.NDArray[np.float32]:
+    """What the network sees of calls, (rows, inputs): the time model's features, and how many more tiles fit and fill.
+
+    Args:
+        kernel: A name of `perfmodel.kernels.KERNELS`.
+        m: Rows, a 1-D array.
+        n: Columns of the result.
+        k: Contracted dimension.
+        groups: Products in one call.
+        hardware: The GPU.
+    """
+    columns: list[npt.NDArray[np.floating]] = []
+    for size, extents in zip((m, n, k), _FILLS.values(), strict=True):
+        columns += [size / (np.ceil(size / extent) * extent) for extent in extents]
+    across = [np.ceil(n / extent) * (groups / hardware.multiprocessors) for extent in _WAVES_N]
+    for extent in _WAVES_M:
+        down = np.ceil(m / extent)
+        for part in across:
+            waves = down * part
+            whole = np.ceil(waves)
+            columns += [np.log2(whole), waves / whole]
+    for size in (m, n, k):
+        turns = (2 * np.pi * np.log2(size)).astype(np.float32)
+        columns += [wave(np.float32(f) * turns) for f in _FREQUENCIES for wave in (np.sin, np.cos)]
+    _, known = features(kernel, m, n, k, groups, hardware)
+    return np.concatenate([known.astype(np.float32), np.stack(columns, axis=1).astype(np.float32)], axis=1)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a library chooses for one of its GEMMs.
+
+    Attributes:
+        network: From `asked` to a value for each code of each part, the likeliest the largest.
+        codes: Of each of `PARTS` the codes that it tells apart.
+    """
+
+    network: Network
+    codes: tuple[Codes, ...]
+
+    def parts(self, matrix: npt.NDArray[np.floating]) -> Codes:
+        """The likeliest code of each part, (rows, parts), for what `asked` makes."""
+        values = self.network.outputs(matrix)
+        ends = np.cumsum([len(codes) for codes in self.codes])
+        split = np.split(values, ends[:-1], axis=1)
+        return np.stack([codes[part.argmax(axis=1)] for codes, part in zip(self.codes, split, strict=True)], axis=1)
+
+    def save(self) -> bytes:
+        """As JSON."""
+        document = {"codes": [codes.tolist() for codes in self.codes], "network": json.loads(self.network.save())}
+        return json.dumps(document).encode()
+
+    @classmethod
+    def load(cls, saved: bytes) -> Choice:
+        """What `save` made.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        try:
+            document = json.loads(saved)
+            codes = tuple(np.asarray(part, dtype=np.int64) for part in document["codes"])
+            network = Network.load(json.dumps(document["network"]).encode())
+            if len(codes) != len(PARTS) or network.layers[-1][0].shape[1] != sum(len(part) for part in codes):
+                raise ValueError
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise ValueError("the choice is damaged") from error
+        return cls(network, codes)
+
+
+def chosen_features(parts: Codes, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec) -> tuple[list[str], Array]:
+    """Names and (rows, features) matrix of what follows from a chosen kernel; `parts` as of `Choice.parts`."""
+    part = dict(zip(PARTS, parts.T.astype(np.float64), strict=True))
+    kind, tile_n = np.divmod(part["tile_n"], _KIND)
+    cluster_n, cluster_m = np.divmod(part["cluster"], 10)
+    tile_m = part["tile_m"]
+    # A cluster is launched whole.
+    across = np.ceil(np.ceil(n / tile_n) / cluster_n) * cluster_n
+    down = np.ceil(np.ceil(m / tile_m) / cluster_m) * cluster_m
+    tiles = across * down * groups
+    waves = tiles / hardware.multiprocessors
+    columns = {
+        "chosen_tile_n": tile_n, "chosen_tile_m": tile_m, "chosen_cluster_n": cluster_n, "chosen_cluster_m": cluster_m,
+        "chosen_kind": kind, **{f"chosen_{name}": part[name] for name in PARTS[3:]},
+        "chosen_tile_area": tile_m * tile_n, "log2_chosen_tiles": np.log2(tiles), "log2_chosen_waves": np.log2(np.ceil(waves)),
+        "chosen_wave_fill": waves / np.ceil(waves), "chosen_tile_fill": m * n * groups / (tiles * tile_m * tile_n),
+        "log2_chosen_work": np.log2(np.ceil(waves) * tile_m * tile_n * k),
+    }  # fmt: skip
+    return list(columns), np.stack(list(columns.values()), axis=1)
+
+
+def with_choice(
+    names: list[str],
+    matrix: Array,
+    choice: Choice | None,
+    kernel: str,
+    sizes: tuple[Array, Array, Array, Array],
+    hardware: HardwareSpec,
+) -> tuple[list[str], Array]:
+    """Features, followed by those of the kernel that the library is likely to choose; unchanged without a choice."""
+    if choice is None:
+        return names, matrix
+    more, columns = chosen_features(choice.parts(asked(kernel, *sizes, hardware)), *sizes, hardware)
+    return [*names, *more], np.column_stack([matrix, columns])
