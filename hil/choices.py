@@ -41,8 +41,9 @@ KERNELS_ASKED = ("torch/bf16", "torch/bf16_batched", "torch/fp8_tensorwise_fast"
 WIDTH, HIDDEN, BATCH, RATE, DECAY = 192, 3, 2048, 3e-3, 1e-2
 # Of the answers, for the accuracy in the sidecar.
 HELD_OUT = 10_000
-# Shapes drawn at once, and bytes that torch may keep before it gives back what is free.
-_DRAWN, _KEPT_BYTES = 6000, 6e9
+# Shapes drawn at once, of all kinds and again of many products; most values of a result; bytes that torch may keep before it
+# gives back what is free.
+_DRAWN, _MOST_OUTPUTS, _KEPT_BYTES = (600, 1200), 2**29, 5e9
 _KERNEL_NODE, _MEMSET_NODE, _RELAXED = 0, 2, 2
 
 
@@ -109,6 +110,12 @@ class Recorder:
         return self._names[key]
 
 
+def _shapes(seed: int) -> list[Shape]:
+    """A few hundred shapes for the kernels asked, a fifth of them of many products."""
+    everything, batched = _DRAWN
+    return drawn(everything, seed, KERNELS_ASKED) + drawn(batched, seed + 5, ("torch/bf16_batched",))
+
+
 def answers(number: int, seed: int, known: frozenset[tuple[int, ...]], seconds: float, most: int) -> pd.DataFrame:
     """What one process is told: rows of `kernel`, the shape and `PARTS`.
 
@@ -132,11 +139,11 @@ def answers(number: int, seed: int, known: frozenset[tuple[int, ...]], seconds: 
             RUNNERS[name].bind(replace(small, groups=2) if "batched" in name else small, pool)(0)
         torch.cuda.synchronize()
         for turn in range(1_000_000):
-            for shape in drawn(_DRAWN, seed + 1_000_000 * number + 10 * turn, KERNELS_ASKED):
+            for shape in _shapes(seed + 1_000_000 * number + 10 * turn):
                 if time.time() > until or len(rows) >= most:
                     frame = pd.DataFrame(rows, columns=["kernel", "m", "n", "k", "groups"])
                     return frame.assign(**dict(zip(PARTS, np.array(parts).reshape(-1, len(PARTS)).T, strict=True)))
-                if (shape.m, shape.n, shape.k, shape.groups) in known:
+                if (shape.m, shape.n, shape.k, shape.groups) in known or shape.groups * shape.m * shape.n > _MOST_OUTPUTS:
                     continue
                 for name in KERNELS_ASKED:
                     if takes(name, shape):
@@ -149,8 +156,8 @@ def answers(number: int, seed: int, known: frozenset[tuple[int, ...]], seconds: 
                             encoded[found] = parts_of(found)
                         rows.append((name, shape.m, shape.n, shape.k, shape.groups))
                         parts.append(encoded[found])
-                if torch.cuda.memory_reserved() > _KEPT_BYTES:
-                    torch.cuda.empty_cache()
+            if torch.cuda.memory_reserved() > _KEPT_BYTES:
+                torch.cuda.empty_cache()
     raise AssertionError
 
 
