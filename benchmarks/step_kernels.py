@@ -4,14 +4,19 @@
 
 Takes what `benchmarks/step_profile.py` wrote. A fused kernel is the predicted one over the same elements whose bytes are
 closest, if they are within a quarter, and that multiplies scales behind a GEMM if it does; second stages of sums over rows are
-added to their first. GEMMs are those of the specification in order, where torch.compile kept the order, and else by their rank
-in time within their precision. What finds no partner is left out; the share of the time that did is printed.
+added to their first. GEMMs go with those of the specification that they are least apart from (`paired_gemms`). What finds no
+partner is left out; the share of the time that did is printed.
+
+    python benchmarks/step_kernels.py --recount --out data/h200/step_kernels.parquet
+
+counts the kernels of the steps in the table anew, by the specifications as they are.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
@@ -30,15 +35,16 @@ from loka_sim.fp8_step import taken
 from loka_sim.modelspec import Fused
 from loka_sim.validation.runnable import TABLE_ROWS
 from loka_sim.whatif import WhatIf, whatif
-from loka_sim.whole_step import described, log_loss, table_gradient
+from loka_sim.whole_step import counted_products, described, launched, log_loss, table_gradient
 from perfmodel.fused import COLUMNS
-from perfmodel.in_step import family
+from perfmodel.in_step import VECTOR, family, is_counted
 from perfmodel.kernels import KERNELS
 
 CLOSE = 0.25  # of the logarithm of the bytes
 STAGE = 1024  # elements that the second stage of a sum adds up at most
 TABLE = "gradient of a table"
 STEP = ("model", "batch", "variant")
+COUNTS = ("step_launches", "step_batched")
 
 
 def measured_kernels(profile: dict[str, Any]) -> pd.DataFrame:
@@ -78,8 +84,8 @@ def _rescales(operators: dict[str, int]) -> bool:
     return below - 2 * above >= 2
 
 
-def predicted_kernels(answer: WhatIf, variant: str) -> tuple[list[Fused], list[Row]]:
-    """Fused kernels of a step with dense gradients of its tables, and its GEMMs in the order of the specification."""
+def predicted_kernels(answer: WhatIf, variant: str) -> tuple[list[Fused], list[tuple[str, Row]]]:
+    """Fused kernels of a step with dense gradients of its tables, and its GEMMs by pass in the order of the specification."""
     sites = answer.sites
     if variant == "decision":
         chosen = [{name: entry.kernel for name, entry in site.passes.items()} for site in sites]
@@ -98,7 +104,7 @@ def predicted_kernels(answer: WhatIf, variant: str) -> tuple[list[Fused], list[R
         # A product with one number is no GEMM in the loops, but one where it runs.
         for missing in [which for which in site.shape.names if (name, which) not in order]:
             order.insert(order.index((name, "grad_weight")) if (name, "grad_weight") in order else len(order), (name, missing))
-    gemms = [Row(by_name[name][1][which], *by_name[name][0].shape.gemm(which)) for name, which in order]
+    gemms = [(which, Row(by_name[name][1][which], *by_name[name][0].shape.gemm(which))) for name, which in order]
     fused = fused_with_fp8(step, assigned) if assigned else list(answer.spec.fused)
     return [*fused, *table_gradient(answer.spec.tables, TABLE_ROWS)], gemms
 
@@ -150,36 +156,77 @@ def _add_stage(found: Iterable[dict[str, Any]], row: Any, left: float) -> None:
             left -= number
 
 
-def paired_gemms(profile: dict[str, Any], rows: Sequence[Row], alone: Sequence[float]) -> list[dict[str, Any]]:
+def paired_gemms(profile: dict[str, Any], rows: Sequence[tuple[str, Row]], alone: Sequence[float]) -> list[dict[str, Any]]:
     """GEMMs with their time, what adds up their parts with them.
+
+    Each launch goes with one row, so that together they are least apart: in precision, in how the operands lie, in whether cuBLAS
+    cleared a counter before, in whether Hopper's own kernels take their sizes, in their times, and in their places in the step.
 
     Args:
         profile: Of the step.
-        rows: As predicted, in the order of the specification.
+        rows: As predicted, in the order of the specification, each with its pass.
         alone: Microseconds of each by itself.
     """
-    launched: list[tuple[bool, float]] = []
+    from scipy.optimize import linear_sum_assignment
+
+    names = [kernel["kernel"] for kernel in profile["kernels"]]
+    launched: list[tuple[str, bool, float]] = []
+    cleared = False
     for index, us in profile["launches"]:
-        kernel = profile["kernels"][index]
-        if kernel["kind"] != "gemm":
-            continue
-        if "splitKreduce" in kernel["kernel"] or "reduce_1Block" in kernel["kernel"]:
-            if launched:
-                launched[-1] = (launched[-1][0], launched[-1][1] + us)
-        else:
-            launched.append(("nvjet_sm90_q" in kernel["kernel"], us))
-    fp8 = [KERNELS[row.kernel].is_fp8 for row in rows]
-    if [is_fp8 for is_fp8, _ in launched] == fp8:
-        off = np.abs(np.log(np.array([us for _, us in launched]) / np.array(alone)))
-        if np.median(off) < 0.15 and np.mean(off < 0.5) > 0.9:
-            return [{**row._asdict(), "us": us} for row, (_, us) in zip(rows, launched, strict=True)]
-    found: list[dict[str, Any]] = []
-    for wanted in (False, True):
-        times = sorted(us for is_fp8, us in launched if is_fp8 == wanted)
-        ranked = sorted((us, row) for us, row, is_fp8 in zip(alone, rows, fp8, strict=True) if is_fp8 == wanted)
-        if len(times) == len(ranked):
-            found += [{**row._asdict(), "us": us} for us, (_, row) in zip(times, ranked, strict=True)]
-    return found
+        if profile["kernels"][index]["kind"] == "gemm":
+            if "splitKreduce" not in names[index] and "reduce_1Block" not in names[index]:
+                launched.append((names[index], cleared, us))
+            elif launched:
+                launched[-1] = (*launched[-1][:2], launched[-1][2] + us)
+        cleared = names[index].startswith("Memset")
+    if not launched:
+        return []
+    seen = [(name.startswith("nvjet_sm90_q"), _lie(name), counter, "nvjet" in name) for name, counter, _ in launched]
+    wanted = [
+        (KERNELS[row.kernel].is_fp8, LIE[which], bool(is_counted(*row[:4])), not any(size % VECTOR for size in row[1:4]))
+        for which, row in rows
+    ]
+    times = np.array([us for *_, us in launched])
+    apart = np.minimum(np.abs(np.log(times[:, None] / np.array(alone)[None, :])), 1.0)
+    apart += 3 * np.abs(np.linspace(0, 1, len(launched))[:, None] - np.linspace(0, 1, len(rows))[None, :])
+    for i, (fp8, lie, counter, own) in enumerate(seen):
+        for j, (wants_fp8, wants_lie, batched, even) in enumerate(wanted):
+            apart[i, j] += 100 * (fp8 != wants_fp8) + (counter != batched) + (own != even)
+            apart[i, j] += not (batched or fp8) and lie != wants_lie
+    # Of a precision of which another number ran than was predicted nothing is known.
+    sure = [sum(fp8 == ran for ran, *_ in seen) == sum(fp8 == wants for wants, *_ in wanted) for fp8 in (False, True)]
+    pairs = zip(*linear_sum_assignment(apart), strict=True)
+    return [
+        {**rows[j][1]._asdict(), "us": float(times[i])} for i, j in pairs if seen[i][0] == wanted[j][0] and sure[wanted[j][0]]
+    ]
+
+
+LIE = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
+"""How operands of a pass lie as cuBLAS says it: transposed or not."""
+
+
+def _lie(name: str) -> str:
+    found = re.search(r"_([NT]{2})[NT]$|_([nt]{2})_(?:n_)?align", name)
+    return next(word for word in found.groups() if word).lower() if found else ""
+
+
+def counted(answer: WhatIf, kernels: Sequence[Fused], gemms: Sequence[tuple[str, Row]]) -> tuple[int, int]:
+    """GPU kernels of a step, and how many of its GEMMs are batched products that cuBLAS counts."""
+    return launched([*kernels, *log_loss()], answer.spec.batch) + len(gemms), counted_products(answer.spec)
+
+
+def recounted(table: pd.DataFrame) -> pd.DataFrame:
+    """A table with `step_launches` and `step_batched` anew."""
+    steps = table[list(STEP)].drop_duplicates().itertuples(index=False, name=None)
+    answers: dict[tuple[str, int], WhatIf] = {}
+    found = {}
+    for model, batch, variant in steps:
+        if (model, batch) not in answers:
+            answers[model, batch] = whatif(model, batch=int(batch))
+        answer = answers[model, batch]
+        found[model, batch, variant] = counted(answer, *predicted_kernels(answer, variant))
+    counts = pd.DataFrame([(*step, *numbers) for step, numbers in found.items()], columns=[*STEP, *COUNTS])
+    return table.drop(columns=[name for name in COUNTS if name in table]).merge(counts, on=list(STEP), how="left")
 
 
 def table_of(profile: dict[str, Any], answer: WhatIf) -> pd.DataFrame:
@@ -189,7 +236,7 @@ def table_of(profile: dict[str, Any], answer: WhatIf) -> pd.DataFrame:
     # Adds that meet in small tables take longer, which `whole_step.conflicts` has.
     adds = fused["kind"] == "scatter"
     fused.loc[adds, "us"] = fused[adds].groupby(["kept", "read_bytes"])["us"].transform("median")
-    products = pd.DataFrame(paired_gemms(profile, gemms, [answer.times.of[row].us for row in gemms]))
+    products = pd.DataFrame(paired_gemms(profile, gemms, [answer.times.of[row].us for _, row in gemms]))
     if len(products):
         products = products.groupby(list(Row._fields), as_index=False).agg(us=("us", "mean"), launches=("us", "size"))
         products.insert(0, "kind", "gemm")
@@ -198,7 +245,7 @@ def table_of(profile: dict[str, Any], answer: WhatIf) -> pd.DataFrame:
         table.insert(0, name, profile[name])
     table["step_us"] = 1e3 * profile["kernels_ms"]
     table["graph_us"] = 1e3 * (profile["graph_ms"] or np.nan)
-    table["step_launches"] = sum(kernel.count for kernel in [*kernels, *log_loss()]) + len(gemms)
+    table["step_launches"], table["step_batched"] = counted(answer, kernels, gemms)
     share = (table["us"] * table["launches"]).sum() / (1e3 * profile["kernels_ms"])
     print(f"{profile['model']} {profile['batch']} {profile['variant']}: {share:.0%} of the time found", file=sys.stderr)
     return table
@@ -207,10 +254,14 @@ def table_of(profile: dict[str, Any], answer: WhatIf) -> pd.DataFrame:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("profiles", type=Path, nargs="+")
+    parser.add_argument("profiles", type=Path, nargs="*")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shared", action="store_true", help="other work ran on the GPU's machine beside these steps")
+    parser.add_argument("--recount", action="store_true", help="count the kernels of the steps that are there anew")
     options = parser.parse_args()
+    if options.recount:
+        recounted(pd.read_parquet(options.out)).to_parquet(options.out, index=False)
+        return 0
     sidecar = options.out.with_suffix(".json")
     about = json.loads(sidecar.read_text()) if sidecar.exists() else {"schema_version": 1, "runs": []}
     tables: list[pd.DataFrame] = []
@@ -225,12 +276,14 @@ def main() -> int:
         tables.append(table_of(profile, answers[key]).assign(shared=options.shared))
         run["machine"] = run["machine"] or profile["machine"]
         run["steps"].append(shlex.join(map(str, step)))
-    about["runs"].append(run)
+    for known in about["runs"]:
+        known["steps"] = [step for step in known["steps"] if step not in run["steps"]]
+    about["runs"] = [known for known in [*about["runs"], run] if known["steps"]]
     table = pd.concat(tables, ignore_index=True)
     if options.out.exists():
-        known, new = pd.read_parquet(options.out), set(table[list(STEP)].itertuples(index=False, name=None))
-        kept = [step not in new for step in known[list(STEP)].itertuples(index=False, name=None)]
-        table = pd.concat([known[kept], table], ignore_index=True)
+        before, new = pd.read_parquet(options.out), set(table[list(STEP)].itertuples(index=False, name=None))
+        kept = [step not in new for step in before[list(STEP)].itertuples(index=False, name=None)]
+        table = pd.concat([before[kept], table], ignore_index=True)
     table.to_parquet(options.out, index=False)
     sidecar.write_text(json.dumps(about, indent=1) + "\n")
     print(f"{options.out}: {len(table)} kernels of {table.groupby(list(STEP)).ngroups} steps")

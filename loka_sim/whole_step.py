@@ -7,7 +7,7 @@ of the dense step, which are among them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,9 @@ from loka_sim.modelspec import PASSES, Dim, Fused, ModelSpec, Table
 from loka_sim.quantized_loops import FP64, RESCALE, ROUNDED
 from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE, Piece
 from perfmodel import hardware as hardware_module
-from perfmodel.in_step import GEMMS, family
+from perfmodel.in_step import BATCHED, GEMMS, family, is_counted
 from perfmodel.kernels import KERNELS
+from perfmodel.memory_plan import stages
 from perfmodel.optimizers import OPTIMIZERS, UNCERTAINTY, step_us
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ CALLED_LOW, CALLED_HIGH = 0.90, 1.55
 
 
 GAP = "gap"
+# torch's own kernel that adds at indices, behind one that copies what it adds to: microseconds a million values
+# (the interaction of two InterFormers, 0.3 to 4.1 million values: 4.3 to 36 us).
+INDEX_ADD, ADD_US = "index_add", 8.2
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,11 @@ def others(kernels: Sequence[Fused], batch: int, model: FusedModel) -> list[Othe
     if model.in_step is not None:
         sizes = zip(kernels, rows["kept"], rows["unordered_bytes"], strict=True)
         ends = _in_step(model.in_step, [family(kernel.kind, kernel.label, *size) for kernel, *size in sizes], moved, ends)
+    adds = np.array([kernel.label == INDEX_ADD for kernel in kernels])
+    if adds.any():
+        read, written = (np.array(rows[name], dtype=float)[adds] for name in ("read_bytes", "written_bytes"))
+        added = ADD_US * np.maximum(read - written, 0) / 2e6
+        ends[adds] = (2.0 + 2 * written / (model.hardware.copy_bandwidth_tbs * 1e6) + added)[:, None] * (1.0, 0.7, 1.4)
     return [
         Other(k.phase, k.kind, k.label, int(size), k.count, Time(*(k.count * end).tolist()), bool(known))
         for k, size, end, known in zip(kernels, moved, ends, measured, strict=True)
@@ -273,21 +282,41 @@ def gemms_in_step(times: Mapping[Row, Time], hardware: HardwareSpec) -> tuple[di
     model = _times(hardware.name, tuple(hardware.capability))
     if model is None or model.in_step is None:
         return dict(times), {}
-    gemms = [row for row in times if KERNELS[row.kernel].kind == "gemm"]
+    gemms = [row for row in times if KERNELS[row.kernel].kind == "gemm" or row.kernel == BATCHED]
     ends = np.array([times[row] for row in gemms]).reshape(-1, 3)
-    inside = model.in_step.gemms([KERNELS[row.kernel].is_fp8 for row in gemms], ends[:, 0])[:, None] * ends
+    batched = np.array([bool(is_counted(row.kernel, row.m, row.n, row.k)) for row in gemms], dtype=bool)
+    factors = model.in_step.gemms([KERNELS[row.kernel].is_fp8 for row in gemms], ends[:, 0])
+    inside = np.where(batched, model.in_step.batched(ends[:, 0]), factors)[:, None] * ends
     between = {row: Time(*time) for row, time in zip(gemms, inside.tolist(), strict=True)}
     off = {bool(fp8): model.in_step.off.get(name, 0.0) for fp8, name in enumerate(GEMMS)}
     return {**times, **between}, off
 
 
+def launched(kernels: Iterable[Fused], batch: int) -> int:
+    """GPU kernels that fused ones are: cut reductions are several, and what adds at indices copies first what it adds to."""
+    every = list(kernels)
+    sizes = [described(kernel, batch) for kernel in every]
+    columns = ([size[name] for size in sizes] for name in ("kind", "kept", "reduced", "written_bytes"))
+    counts = np.array([kernel.count * (1 + (kernel.label == INDEX_ADD)) for kernel in every], dtype=np.int64)
+    return int((counts * stages(*columns)).sum())
+
+
+def counted_products(spec: ModelSpec, passes: Container[str] = PASSES) -> int:
+    """Batched products of a step that cuBLAS counts (`perfmodel.in_step.is_counted`)."""
+    gemms = [gemm for site in spec.sites for name, gemm in site.passes.items() if name in passes]
+    return sum(bool(is_counted(BATCHED, *gemm.shape(spec.batch))) for gemm in gemms if gemm.groups.at(spec.batch) > 1)
+
+
 def gaps(kernels: Iterable[Fused], spec: ModelSpec, model: InStep | None) -> list[Other]:
     """What passes between the kernels of a forward and a backward in a CUDA graph."""
-    found = []
+    found: list[Other] = []
+    if model is None:
+        return found
+    every = list(kernels)
     for phase, passes in ((FORWARD, {"output"}), (BACKWARD, set(PASSES) - {"output"})):
         count = sum(len(passes & set(site.passes)) for site in spec.sites)
-        count += sum(kernel.count for kernel in kernels if kernel.phase == phase)
-        us = 0.0 if model is None else count * model.gap_us
+        count += launched([kernel for kernel in every if kernel.phase == phase], spec.batch)
+        us = count * model.gap_us + counted_products(spec, passes) * model.batched_gap_us
         if us:
             found.append(Other(phase, GAP, "between kernels of a CUDA graph", 0, 1, Time(us, 0.5 * us, 1.5 * us), True))
     return found

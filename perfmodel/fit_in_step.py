@@ -23,7 +23,19 @@ import pandas as pd
 from perfmodel import fused
 from perfmodel import load as load_kernels
 from perfmodel.data_folder import data_folder
-from perfmodel.in_step import FILE, FUSED, GEMMS, SCHEMA_VERSION, family, weights
+from perfmodel.in_step import (
+    BATCHED,
+    CLEARED_US,
+    FILE,
+    FUSED,
+    GEMMS,
+    LEAST_OF_BATCHED,
+    SCHEMA_VERSION,
+    VECTOR,
+    family,
+    is_counted,
+    weights,
+)
 from perfmodel.kernels import KERNELS
 
 Array = npt.NDArray[np.float64]
@@ -36,6 +48,7 @@ APART, FROM_ONE, BENDS = 0.012, 0.004, 0.04
 OUTLYING = 0.15  # of the logarithm: kernels further off count in proportion less
 ROUNDS = 8
 SHARED_WEIGHT = 0.5  # of steps that ran beside other work on the machine
+SMALL_US = 25.0  # batched products of which what is not their kernel is a share to be seen
 LEAST_OFF, MOST_OFF = 0.03, 0.5  # of a family that one kind of model has alone nothing can be said without it
 STEP = ["model", "batch", "variant"]
 
@@ -46,14 +59,24 @@ def alone_us(table: pd.DataFrame, hardware: str = "h200") -> Array:
     products = (table["kind"] == "gemm").to_numpy()
     rows = table[products][["kernel", "m", "n", "k", "groups"]].astype({name: int for name in ("m", "n", "k", "groups")})
     result[products] = load_kernels(hardware).predict(rows)["time_us"].to_numpy()
-    result[~products] = fused.load(hardware).predict(table[~products].astype({"uneven": bool}))["time_us"].to_numpy()
+    result[~products] = _fused_us(table[~products], hardware)
     return result
+
+
+def _fused_us(table: pd.DataFrame, hardware: str) -> Array:
+    # What a fit before this one found is nothing that it needs.
+    return fused.load(hardware, between=False).predict(table.astype({"uneven": bool}))["time_us"].to_numpy()
 
 
 def families_of(table: pd.DataFrame) -> npt.NDArray[np.str_]:
     """Family of each kernel."""
     rows = table[["kernel", "kind", "label", "kept", "unordered_bytes"]].itertuples(index=False, name=None)
-    return np.array([GEMMS[KERNELS[kernel].is_fp8] if rest[0] == "gemm" else family(*rest) for kernel, *rest in rows])
+    found = np.array(
+        [GEMMS[KERNELS[kernel].is_fp8] if rest[0] == "gemm" else family(*rest) for kernel, *rest in rows], dtype=object
+    )
+    sizes = (table[name].fillna(1) for name in ("m", "n", "k"))
+    found[is_counted(BATCHED, *sizes) & (table["kernel"] == BATCHED).to_numpy()] = BATCHED
+    return found.astype(str)
 
 
 def fit(table: pd.DataFrame, alone: Array) -> dict[str, dict[str, list[float]]]:
@@ -67,6 +90,8 @@ def fit(table: pd.DataFrame, alone: Array) -> dict[str, dict[str, list[float]]]:
     ratio = np.log(table["us"].to_numpy(dtype=float) / alone)
     share = (table["us"] * table["launches"] / table["step_us"]).to_numpy(dtype=float)
     weight = share * np.where(table["shared"].to_numpy(dtype=bool), SHARED_WEIGHT, 1.0)
+    # How these lie in a step is no matter of size (`in_step.across`).
+    weight[(families == GEMMS[False]) & (table[["m", "n"]] % VECTOR > 0).any(axis=1).to_numpy()] = 0.0
     moved = np.maximum((table["read_bytes"] + table["written_bytes"]).to_numpy(dtype=float), 1.0)
     curves: dict[str, dict[str, list[float]]] = {}
     for names, knots, x in ((FUSED, LOG2_BYTES, np.log2(moved)), (GEMMS, LOG2_US, np.log2(alone))):
@@ -74,6 +99,15 @@ def fit(table: pd.DataFrame, alone: Array) -> dict[str, dict[str, list[float]]]:
         found = _curves(names, families[mine], x[mine], ratio[mine], weight[mine], knots)
         curves |= {name: {"log2": knots.tolist(), "factor": np.exp(log).round(4).tolist()} for name, log in found.items()}
     return curves
+
+
+def batched_us(table: pd.DataFrame, alone: Array) -> float:
+    """What counted products take alone beyond their kernels: the median over kinds of models of smaller ones' means."""
+    mine = (families_of(table) == BATCHED) & (alone < SMALL_US)
+    number = table["launches"].to_numpy(dtype=float)[mine]
+    apart = pd.DataFrame({"us": number * (alone - table["us"].to_numpy(dtype=float))[mine], "number": number})
+    sums = apart.groupby(table["model"].map(architecture).to_numpy()[mine]).sum()
+    return float((sums["us"] / sums["number"]).median()) if mine.any() else 0.0
 
 
 def _curves(
@@ -103,8 +137,8 @@ def architecture(model: str) -> str:
     return model.rpartition(":")[2].partition("-")[0].partition("_")[0]
 
 
-def factors(curves: dict[str, dict[str, list[float]]], table: pd.DataFrame, alone: Array) -> Array:
-    """From times alone to times in a step, of each kernel of a table."""
+def factors(curves: dict[str, dict[str, list[float]]], table: pd.DataFrame, alone: Array, less: float = 0.0) -> Array:
+    """From times alone to times in a step, of each kernel of a table; `less` is what `batched_us` says."""
     families = families_of(table)
     moved = np.maximum((table["read_bytes"] + table["written_bytes"]).to_numpy(dtype=float), 1.0)
     x = np.where(np.isin(families, GEMMS), np.log2(alone), np.log2(moved))
@@ -112,6 +146,8 @@ def factors(curves: dict[str, dict[str, list[float]]], table: pd.DataFrame, alon
     for name, curve in curves.items():
         mine = families == name
         result[mine] = np.exp(np.interp(x[mine], curve["log2"], np.log(curve["factor"])))
+    mine = families == BATCHED
+    result[mine] = np.maximum(1 - less / alone[mine], LEAST_OF_BATCHED)
     return result
 
 
@@ -121,8 +157,9 @@ def held_out(table: pd.DataFrame, alone: Array) -> Array:
     result = np.empty(len(table))
     for kind in np.unique(kinds):
         mine = kinds == kind
-        curves = fit(table[~mine].reset_index(drop=True), alone[~mine])
-        result[mine] = alone[mine] * factors(curves, table[mine], alone[mine])
+        others = table[~mine].reset_index(drop=True)
+        curves, less = fit(others, alone[~mine]), batched_us(others, alone[~mine])
+        result[mine] = alone[mine] * factors(curves, table[mine], alone[mine], less)
     return result
 
 
@@ -172,10 +209,24 @@ def calibrated(table: pd.DataFrame, predicted: Array, off: dict[str, float]) -> 
     return {name: round(factor * share, 4) for name, share in off.items()}
 
 
-def gap_us(table: pd.DataFrame) -> float:
-    """Between two kernels of a CUDA graph, the median of steps that had a GPU to themselves."""
-    steps = table[~table["shared"].astype(bool)].groupby(STEP)[["step_us", "graph_us", "step_launches"]].first()
-    return round(float(((steps["graph_us"] - steps["step_us"]) / steps["step_launches"]).median()), 3)
+def gaps_us(table: pd.DataFrame) -> tuple[float, float]:
+    """Between two kernels of a CUDA graph, and beside that around each batched product.
+
+    Of steps that had a GPU to themselves: those that leave the least error, as a share of the steps, in the sum of all.
+    """
+    from scipy.optimize import linprog
+
+    columns = ["step_us", "graph_us", "step_launches", "step_batched"]
+    steps = table[~table["shared"].astype(bool)].groupby(STEP)[columns].first().dropna()
+    counts = steps[["step_launches", "step_batched"]].to_numpy(dtype=float) / steps[["graph_us"]].to_numpy()
+    wanted = ((steps["graph_us"] - steps["step_us"]) / steps["graph_us"]).to_numpy()
+    # The least sum of absolute errors, each the sum of what is above and what is below.
+    errors = np.eye(len(steps))
+    found = linprog(
+        np.r_[np.zeros(2), np.ones(2 * len(steps))], A_eq=np.hstack([counts, errors, -errors]), b_eq=wanted, method="highs"
+    )
+    kernel, batched = found.x[:2].round(3).tolist()
+    return kernel, batched
 
 
 def main() -> int:
@@ -187,6 +238,7 @@ def main() -> int:
     table = pd.read_parquet(folder / "step_kernels.parquet")
     alone = alone_us(table, options.hardware)
     predicted = held_out(table, alone)
+    gap_us, batched_gap_us = gaps_us(table)
     document = {
         "schema_version": SCHEMA_VERSION,
         "hardware": options.hardware,
@@ -194,14 +246,16 @@ def main() -> int:
         "kernels": len(table),
         "steps": int(table.groupby(STEP).ngroups),
         "curves": fit(table, alone),
-        "gap_us": gap_us(table),
+        "gap_us": gap_us,
+        "batched_gap_us": batched_gap_us,
+        "batched_less_us": round(batched_us(table, alone) - CLEARED_US, 3),
         "off": calibrated(table, predicted, off_together(table, predicted)),
     }
     (folder / "models" / FILE).write_text(json.dumps(document, indent=1) + "\n")
     for name, curve in document["curves"].items():
         line = " ".join(f"{factor:.2f}" for factor in curve["factor"])
         print(f"{name:18s} off together {document['off'].get(name, float('nan')):5.1%}  {line}")
-    print(f"gap {document['gap_us']} us")
+    print(f"gap {gap_us} us, of a batched product {batched_gap_us} us more; alone {document['batched_less_us']} us less")
     return 0
 
 

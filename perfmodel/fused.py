@@ -161,8 +161,12 @@ class FusedModel:
         return pandas.DataFrame({**columns, "measured": known}, index=rows.index)
 
 
-def load(hardware: str = "h200") -> FusedModel:
+def load(hardware: str = "h200", between: bool = True) -> FusedModel:
     """The model of a GPU's memory-bound kernels.
+
+    Args:
+        hardware: A name of `perfmodel.hardware.available()`.
+        between: With what they take inside a step.
 
     Raises:
         FileNotFoundError: there is none.
@@ -176,4 +180,4 @@ def load(hardware: str = "h200") -> FusedModel:
     manifest = json.loads(path.read_text())
     if manifest.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"{path} has schema version {manifest.get('schema_version')!r}; this loka-sim reads {SCHEMA_VERSION}")
-    return FusedModel(spec, folder, manifest, in_step.load(hardware))
+    return FusedModel(spec, folder, manifest, in_step.load(hardware) if between else None)

@@ -3,7 +3,8 @@
 Alone a kernel was timed from cold caches (`python -m hil.fused`), or, if a GEMM, again and again until the GPU's power was the
 bound. In a step what it reads was often just written and lies in the L2, and a GEMM stands between kernels that need less power.
 How much that is follows a curve over its size, for each family of kernels, found from kernels of profiled steps
-(`perfmodel.fit_in_step`). Between two kernels of a CUDA graph there is a gap.
+(`perfmodel.fit_in_step`). Between two kernels of a CUDA graph there is a gap. Before each batched product cuBLAS clears a
+counter, a node of its own in the graph: its gaps are the longest, and are part of what the product takes alone, too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from perfmodel.data_folder import data_folder
 
 Array = npt.NDArray[np.float64]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FILE = "in_step.json"
 _OF_KIND = {
     "pointwise": "pointwise", "fill": "pointwise", "external": "pointwise", "gather": "gather", "scatter": "scatter",
@@ -35,6 +36,10 @@ FUSED = (
 RESCALES = {"rescale", "rescale_rounded"}
 """Operators that take a kernel longer to compute than its bytes to move: where these lie is no matter, and it has no curve."""
 GEMMS = ("gemm_bf16", "gemm_fp8")
+BATCHED = "torch/bf16_batched"
+CLEARED_US = 0.8  # what clears their counter: 0.7 to 0.9 in 22 profiled steps, where it is a kernel of its own
+LEAST_OF_BATCHED = 0.5  # of the time alone, whatever is taken off it
+VECTOR = 8  # values of bf16 that operands must lie by for Hopper's own GEMMs
 SECTOR_BYTES = 32  # what a GPU fetches at least
 
 
@@ -77,12 +82,16 @@ class InStep:
         knots: Per family, base-2 logarithms of the bytes moved, or of a GEMM's microseconds alone.
         logs: Per family, logarithms of the factor there.
         gap_us: Between two kernels of a CUDA graph.
+        batched_gap_us: Beside that, around what clears the counter of a batched product (`is_counted`).
+        batched_less_us: What such a product takes alone beyond its kernel and what clears its counter.
         off: Per family, by how much its kernels of a step are off together: the half-width of a 90% interval, as a share.
     """
 
     knots: Mapping[str, Sequence[float]]
     logs: Mapping[str, Sequence[float]]
     gap_us: float
+    batched_gap_us: float
+    batched_less_us: float
     off: Mapping[str, float]
 
     @cached_property
@@ -108,6 +117,21 @@ class InStep:
         which, x = np.asarray(fp8, dtype=bool), np.log2(np.maximum(np.asarray(alone_us, dtype=np.float64), 1e-3))
         return np.where(which, self._factors(GEMMS[True], x), self._factors(GEMMS[False], x))
 
+    def batched(self, alone_us: npt.ArrayLike) -> Array:
+        """Factors of batched products that are counted and take so long alone."""
+        alone = np.asarray(alone_us, dtype=np.float64)
+        return np.maximum(1 - self.batched_less_us / np.maximum(alone, 1e-3), LEAST_OF_BATCHED)
+
+
+def is_counted(kernel: str, m: npt.ArrayLike, n: npt.ArrayLike, k: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+    """Whether cuBLAS counts the products of a batched one on the GPU: those that Hopper's own kernels take.
+
+    In eight profiled steps it did so for all of these, and for one of twenty others.
+    """
+    rows, columns, inner = (np.asarray(size, dtype=np.int64) for size in (m, n, k))
+    even: npt.NDArray[np.bool_] = (rows % 2 == 0) & (columns % 2 == 0) & (inner % 4 == 0)
+    return even & (kernel == BATCHED)
+
 
 def load(hardware: str = "h200") -> InStep | None:
     """Of a GPU; None where no steps were profiled.
@@ -125,5 +149,5 @@ def load(hardware: str = "h200") -> InStep | None:
     return InStep(
         {name: curve["log2"] for name, curve in curves.items()},
         {name: np.log(curve["factor"]).tolist() for name, curve in curves.items()},
-        document["gap_us"], document["off"],
+        document["gap_us"], document["batched_gap_us"], document["batched_less_us"], document["off"],
     )  # fmt: skip

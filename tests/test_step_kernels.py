@@ -62,26 +62,46 @@ def test_the_second_stage_of_a_sum_goes_with_the_first(benchmark):
 
 def profile(*launches):
     names = [name for name, _ in launches]
+    kinds = ["copy" if name.startswith("Memset") else "gemm" for name in names]
     return {
-        "kernels": [{"kernel": name, "kind": "gemm"} for name in names],
+        "kernels": [{"kernel": name, "kind": kind} for name, kind in zip(names, kinds, strict=True)],
         "launches": [[index, us] for index, (_, us) in enumerate(launches)],
     }
 
 
-ROWS = [Row("torch/bf16", m, m, m) for m in (256, 512, 1024)]
+ROWS = [("output", Row("torch/bf16", m, m, m)) for m in (256, 512, 1024)]
+FORWARD = "nvjet_sm90_tst_64x64_64x8_1x2_h_bz_TNN"
 
 
 def test_gemms_in_order_are_paired_in_order_with_what_adds_up_their_parts(benchmark):
-    ran = profile(("nvjet_a", 1.1), ("nvjet_b", 4.2), ("splitKreduce_kernel", 0.8), ("nvjet_c", 9.0))
+    ran = profile((FORWARD, 1.1), (FORWARD, 4.2), ("splitKreduce_kernel", 0.8), (FORWARD, 9.0))
     found = benchmark.paired_gemms(ran, ROWS, [1.0, 5.0, 9.5])
     assert [(row["m"], row["us"]) for row in found] == [(256, 1.1), (512, 5.0), (1024, 9.0)]
 
 
-def test_gemms_in_another_order_are_paired_by_their_rank(benchmark):
-    ran = profile(("nvjet_c", 9.0), ("nvjet_a", 1.1), ("nvjet_b", 5.2))
-    found = benchmark.paired_gemms(ran, ROWS, [1.0, 5.0, 9.5])
-    assert {(row["m"], row["us"]) for row in found} == {(256, 1.1), (512, 5.2), (1024, 9.0)}
+def test_gemms_that_changed_places_are_told_by_their_times(benchmark):
+    rows = [("output", Row("torch/bf16", m, 64, 64)) for m in range(64, 576, 64)]
+    alone = [3.0, 9.0, 3.0, 27.0, 3.0, 9.0, 3.0, 27.0]
+    ran = profile(*((FORWARD, us) for us in (3.1, 9.1, 27.1, 3.2, 3.3, 9.2, 3.4, 27.2)))
+    found = {row["m"]: row["us"] for row in benchmark.paired_gemms(ran, rows, alone)}
+    assert found == {64: 3.1, 128: 9.1, 192: 3.2, 256: 27.1, 320: 3.3, 384: 9.2, 448: 3.4, 512: 27.2}
+
+
+def test_gemms_alike_in_time_are_told_by_how_their_operands_lie_and_what_ran_before(benchmark):
+    """Each changed places with its neighbour."""
+    rows = [
+        ("grad_weight", Row("torch/bf16", 64, 64, 512)), ("grad_input", Row("torch/bf16", 512, 64, 64)),
+        ("output", Row("torch/bf16_batched", 48, 48, 8, 64)), ("grad_weight", Row("torch/bf16", 4, 28, 8192)),
+        *[("output", Row("torch/bf16", m, 64, 64)) for m in range(1000, 1008)],
+    ]  # fmt: skip
+    cutlass = "cutlass_80_tensorop_bf16_s16816gemm_bf16_256x64_32x4_nt_align2"
+    dgrad, wgrad = "nvjet_sm90_tst_64x8_64x16_1x4_h_bz_NNT", "nvjet_sm90_tst_64x8_64x16_1x4_h_bz_NTT"
+    ran = profile((dgrad, 3.0), (wgrad, 3.1), (cutlass, 17.0), ("Memset (Device)", 0.8), (FORWARD, 3.0), *[(FORWARD, 2.0)] * 8)
+    found = {
+        row["k"]: row["us"] for row in benchmark.paired_gemms(ran, rows, [3.0, 3.0, 3.0, 7.0, *[2.0] * 8]) if row["m"] < 1000
+    }
+    assert found == {512: 3.1, 8192: 17.0, 64: 3.0, 8: 3.0}
 
 
 def test_gemms_of_another_number_are_left_out(benchmark):
-    assert benchmark.paired_gemms(profile(("nvjet_a", 1.0), ("nvjet_sm90_qqtst", 2.0)), ROWS, [1.0, 5.0, 9.5]) == []
+    assert benchmark.paired_gemms(profile((FORWARD, 1.0), ("nvjet_sm90_qqtst", 2.0)), ROWS, [1.0, 5.0, 9.5]) == []

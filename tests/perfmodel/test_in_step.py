@@ -24,7 +24,7 @@ def kernels(count: int, seed: int = 0) -> pd.DataFrame:
             "kind": np.where(gemm, "gemm", "pointwise"), "kernel": np.where(gemm, "torch/bf16", None), "label": "add",
             "read_bytes": moved / 2, "written_bytes": moved / 2, "kept": 1, "unordered_bytes": 0,
             "launches": 1, "shared": False, "step_us": 1.0,
-            "graph_us": 2.0, "step_launches": 4,
+            "graph_us": 2.0, "step_launches": 4, "step_batched": 0, "m": 512, "n": 512, "k": 512,
         }
     )  # fmt: skip
 
@@ -70,10 +70,27 @@ def test_kinds_of_models_are_known_by_their_names():
     assert {fit_in_step.architecture(name) for name in names} == {"wukong"}
 
 
-def test_the_gap_is_what_a_graph_takes_longer_than_its_kernels():
-    assert fit_in_step.gap_us(kernels(10)) == pytest.approx(0.25)
-    with_others = kernels(10).assign(model="dlrm-small", shared=True, graph_us=9.0)
-    assert fit_in_step.gap_us(pd.concat([kernels(10), with_others.assign(variant="naive")])) == pytest.approx(0.25)
+def test_gaps_are_what_graphs_take_longer_than_their_kernels():
+    """Of kernels 0.25 us each, of counted products 3 us more; a graph that lost a tenth to something else moves neither."""
+    counts = [(100, 0), (200, 9), (300, 2), (400, 40), (250, 12), (120, 6), (180, 1)]
+    steps = [
+        kernels(5).assign(batch=n, step_launches=n, step_batched=batched, step_us=1e3, graph_us=1e3 + n / 4 + 3 * batched)
+        for n, batched in counts
+    ]
+    steps[2] = steps[2].assign(graph_us=1175.0)
+    others = kernels(5).assign(shared=True, graph_us=9.0)
+    assert fit_in_step.gaps_us(pd.concat([*steps, others])) == pytest.approx((0.25, 3.0), abs=0.002)
+
+
+def test_counted_products_take_less_by_what_is_no_kernel():
+    table = kernels(40).assign(kind="gemm", kernel="torch/bf16_batched", us=5.0)
+    alone = np.full(40, 7.0)
+    alone[::8] += 30.0  # larger ones say nothing
+    assert fit_in_step.batched_us(table, alone) == pytest.approx(2.0)
+    odd = table.assign(m=27)  # these are not counted
+    assert fit_in_step.batched_us(odd, alone) == 0
+    assert in_step.is_counted("torch/bf16_batched", [48, 27, 48], [8, 8, 8], [8, 8, 2]).tolist() == [True, False, False]
+    assert SHIPPED.batched([7.0, 100.0]) == pytest.approx(1 - SHIPPED.batched_less_us / np.array([7.0, 100.0]))
 
 
 def test_families_tell_quantization_from_the_rest():
@@ -94,7 +111,7 @@ def test_small_kernels_find_what_they_read_in_the_cache():
     assert small < 0.85 < 0.9 < large and unknown == 1
     fp8, bf16 = SHIPPED.gemms([True, False], [300.0, 300.0])
     assert fp8 < bf16 < 1.1
-    assert 0.1 < SHIPPED.gap_us < 1.0
+    assert 0.1 < SHIPPED.gap_us < 1.0 < SHIPPED.batched_gap_us < 10
 
 
 def test_steps_of_models_left_out_are_nearer_with_the_curves_than_without():
