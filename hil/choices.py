@@ -130,7 +130,9 @@ def answers(number: int, seed: int, known: frozenset[tuple[int, ...]], seconds: 
 
     from hil.kernels import RUNNERS
 
-    until, rows, parts = time.time() + seconds, [], []
+    until = time.time() + seconds
+    rows: list[tuple[str, int, int, int, int]] = []
+    parts: list[tuple[int, ...]] = []
     recorder, pool = Recorder(), BufferPool(elements=2**30)
     encoded: dict[tuple[str, ...], tuple[int, ...]] = {}
     small = Shape(256, 256, 256, 1)
@@ -175,7 +177,8 @@ def learn(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, epochs: int, 
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
-    matrix = asked(kernel, *(rows[name].to_numpy(dtype=np.float64) for name in ("m", "n", "k", "groups")), hardware)
+    m, n, k, groups = (rows[name].to_numpy(dtype=np.float64) for name in ("m", "n", "k", "groups"))
+    matrix = asked(kernel, m, n, k, groups, hardware)
     coded = [np.unique(rows[part].to_numpy(), return_inverse=True) for part in PARTS]
     mean, deviation = matrix.mean(axis=0), matrix.std(axis=0) + np.float32(1e-6)
     x = torch.from_numpy(np.clip((matrix - mean) / deviation, -REACH, REACH)).to(device)
@@ -229,6 +232,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--answers", type=Path, help="file of all answers: read where it is there, without asking; else written")
     options = parser.parse_args(arguments)
 
+    import torch
+
     from hil.fingerprint import fingerprint
     from perfmodel import hardware
 
@@ -237,8 +242,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.answers is not None and options.answers.is_file():
         rows = pd.read_parquet(options.answers)
     else:
-        import torch
-
         if not torch.cuda.is_available():
             print("no CUDA GPU here: run this on a Hopper machine", file=sys.stderr)
             return 3
@@ -261,7 +264,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = f"python -m hil.choices {shlex.join(arguments if arguments is not None else sys.argv[1:])}"
     sidecar = {
         "schema_version": 1, "method": "kernels of captured calls by name, told by networks; see hil/choices.py",
-        "command": command, **fingerprint(), "seconds": round(time.time() - began), "kernels": judged,
+        "command": command, "seconds": round(time.time() - began), **(fingerprint() if torch.cuda.is_available() else {}),
+        "kernels": judged,
     }  # fmt: skip
     (options.out / "choices.json").write_text(json.dumps(sidecar, indent=1) + "\n")
     return 0

@@ -1,0 +1,110 @@
+"""Asking what a library chooses, with a library that answers by a rule of ours, and learning that rule."""
+
+import json
+
+import numpy as np
+import pytest
+
+import hil.kernels
+from hil import choices
+from hil.kernels.base import Shape
+from perfmodel import hardware
+from perfmodel.choice import PARTS, Choice, asked, parts_of
+from perfmodel.model import choice_file
+
+KERNEL = "torch/fp8_tensorwise_fast"
+
+
+def rule(kernel: str, shape: Shape) -> list[str]:
+    """Names that a call launches: tiles by its size, memory cleared where it is large."""
+    tile = "128x256_64x4_2x1_v_bz_coopA_TNN" if shape.m * shape.n > 2**20 else "64x64_64x9_1x2_h_bz_TNT"
+    return [*(["memset"] if shape.k > 512 else []), f"nvjet_sm90_tst_{tile}"]
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A GPU that captures by the rule, and refuses single columns."""
+    import torch
+
+    class Recorder:
+        stream = None
+
+        def names(self, launch):
+            return launch()
+
+    def runner(name):
+        def bind(shape, pool):
+            def launch(index):
+                if shape.n == 16:
+                    raise RuntimeError("refused")
+                return rule(name, shape)
+
+            return launch
+
+        return type("Runner", (), {"bind": staticmethod(bind)})
+
+    monkeypatch.setattr(choices, "Recorder", Recorder)
+    monkeypatch.setattr(choices, "BufferPool", lambda elements: None)
+    monkeypatch.setattr(hil.kernels, "RUNNERS", {name: runner(name) for name in choices.KERNELS_ASKED})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+
+
+def test_answers_are_what_each_call_launches(library):
+    rows = choices.answers(0, 7, frozenset(), 60.0, 3000)
+    assert 3000 <= len(rows) < 3010 and set(rows["kernel"]) == set(choices.KERNELS_ASKED)
+    assert (rows["n"] != 16).all()
+    for row in rows.sample(200, random_state=0).itertuples():
+        expected = parts_of(rule(row.kernel, Shape(row.m, row.n, row.k, row.groups)))
+        assert tuple(getattr(row, part) for part in PARTS) == expected
+    single = rows["groups"] == 1
+    assert (rows.loc[~single, "kernel"] == "torch/bf16_batched").all() and (~single).mean() > 0.1
+
+
+def test_known_shapes_are_not_asked_and_processes_ask_of_different_ones(library):
+    columns = ["m", "n", "k", "groups"]
+    first = choices.answers(0, 7, frozenset(), 60.0, 1500)
+    known = frozenset(map(tuple, first[columns].to_numpy()[:700].tolist()))
+    again = set(map(tuple, choices.answers(0, 7, known, 60.0, 1500)[columns].to_numpy().tolist()))
+    assert not again & known
+    other = set(map(tuple, choices.answers(1, 7, frozenset(), 60.0, 1500)[columns].to_numpy().tolist()))
+    assert len(other & set(map(tuple, first[columns].to_numpy().tolist()))) < 0.1 * len(other)
+
+
+def test_it_stops_in_time(library):
+    assert len(choices.answers(0, 7, frozenset(), 0.0, 1500)) == 0
+
+
+def test_a_rule_is_learned_and_judged_on_answers_held_out(library, monkeypatch):
+    monkeypatch.setattr(choices, "WIDTH", 48)
+    monkeypatch.setattr(choices, "BATCH", 256)
+    rows = choices.answers(0, 7, frozenset(), 60.0, 9000)
+    rows = rows[rows["kernel"] == KERNEL].reset_index(drop=True)
+    choice, judged = choices.learn(KERNEL, rows, hardware.load("h200"), epochs=12)
+    assert judged["rows"] + judged["held_out"] == len(rows) and judged["tile_right"] > 0.95 and judged["all_right"] > 0.93
+    fresh = choices.answers(3, 7, frozenset(), 60.0, 3000).query("kernel == @KERNEL")
+    told = choice.parts(asked(KERNEL, *(fresh[x].to_numpy(float) for x in ("m", "n", "k", "groups")), hardware.load("h200")))
+    right = (told == fresh[list(PARTS)].to_numpy()).all(axis=1).mean()
+    assert right == pytest.approx(judged["all_right"], abs=0.04)
+
+
+def test_from_answers_in_a_file_networks_are_written(library, tmp_path, monkeypatch):
+    monkeypatch.setattr(choices, "WIDTH", 16)
+    choices.answers(0, 7, frozenset(), 60.0, 4000).to_parquet(tmp_path / "answers.parquet")
+    arguments = ["--out", str(tmp_path), "--answers", str(tmp_path / "answers.parquet"), "--epochs", "1"]
+    assert choices.main(arguments) == 0
+    import gzip
+
+    sidecar = json.loads((tmp_path / "choices.json").read_text())
+    assert set(sidecar["kernels"]) == set(choices.KERNELS_ASKED) and "--epochs 1" in sidecar["command"]
+    choice = Choice.load(gzip.decompress((tmp_path / "choices" / choice_file(KERNEL)).read_bytes()))
+    assert sorted(choice.codes[0]) == [64, 128] and np.isfinite(choice.network.layers[0][0]).all()
+
+
+def test_without_a_gpu_it_says_so(tmp_path, capsys):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert choices.main(["--out", str(tmp_path)]) == 3
+    assert "no CUDA GPU here" in capsys.readouterr().err

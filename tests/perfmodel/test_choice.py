@@ -1,0 +1,105 @@
+"""What a library chooses: kernels' names taken apart, what follows from them, and a network's word for it."""
+
+import json
+
+import numpy as np
+import pytest
+
+from perfmodel import hardware
+from perfmodel.choice import PARTS, Choice, asked, chosen_features, parts_of, with_choice
+from perfmodel.features import features
+from perfmodel.network import Network
+
+H200 = hardware.load("h200")
+KERNEL = "torch/fp8_tensorwise_fast"
+# Of calls captured on an H200 (torch 2.11, CUDA 13.0): m, n, name, blocks of the launched grid. None of them splits K, each block
+# makes one tile.
+LAUNCHED = (
+    (976, 320, "nvjet_sm90_qqtst_64x56_128x14_2x4_h_bz_TNT", 8 * 15),
+    (1024, 240, "nvjet_sm90_tst_40x64_64x16_2x4_h_bz_TNN", 8 * 12),
+    (144, 1024, "nvjet_sm90_tst_64x24_64x16_4x2_h_bz_TNT", 8 * 12),
+    (1472, 384, "nvjet_sm90_tst_96x64_64x10_2x4_h_bz_TNN", 8 * 12),
+    (320, 1536, "nvjet_sm90_tst_64x64_64x13_4x1_v_bz_TNT", 4 * 30),
+    (1728, 64, "_ZN7cutlass7Kernel2I50cutlass_75_tensorop_s1688gemm_bf16_64x64_tn_align1EEvNT_6ParamsE", 27),
+)
+
+
+def columns(*sizes: int) -> tuple[np.ndarray, ...]:
+    return tuple(np.array([float(size)]) for size in sizes)
+
+
+@pytest.mark.parametrize(("m", "n", "name", "blocks"), LAUNCHED)
+def test_the_tiles_that_a_name_tells_are_those_launched(m, n, name, blocks):
+    names, matrix = chosen_features(np.array([parts_of([name])]), *columns(m, n, 512, 1), H200)
+    told = dict(zip(names, matrix[0], strict=True))
+    assert 2 ** told["log2_chosen_tiles"] == pytest.approx(blocks)
+    assert 2 ** told["log2_chosen_waves"] == 1 and told["chosen_wave_fill"] == pytest.approx(blocks / 132)
+    assert told["chosen_tile_fill"] == pytest.approx(m * n / (blocks * told["chosen_tile_m"] * told["chosen_tile_n"]))
+
+
+def test_a_name_is_taken_apart():
+    main = "nvjet_sm90_qqtst_160x128_128x5_1x2_v_bz_coopA_algo2_splitK_TNN"
+    found = dict(zip(PARTS, parts_of(["memset", main, "splitKreduce_kernel"]), strict=True))
+    assert found == {
+        "tile_n": 160, "tile_m": 128, "cluster": 12, "shared_operand": 1, "split_k": 1, "along_rows": 0, "layout": 1,
+        "cleared": 1,
+    }  # fmt: skip
+    older = ["_ZN7cutlass7Kernel2I67cutlass_75_wmma_tensorop_bf16_s161616gemm_bf16_32x16_32x1_tn_align1EE"]
+    assert parts_of(older)[:2] == (1032, 16) and parts_of(older)[7] == 0
+    assert parts_of(["gemv2T_kernel_val"])[0] == 4016
+    kinds = {parts_of([name])[0] // 1000 for name in ("nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT", *older, "gemv2T", "unheard_of")}
+    assert len(kinds) == 4
+
+
+@pytest.fixture(scope="module")
+def choice() -> Choice:
+    """One that chooses by the first input, M, alone."""
+    width = asked(KERNEL, *columns(64, 64, 64, 1), H200).shape[1]
+    codes = (np.array([64, 128]), *(np.array([64 if part == "tile_m" else 11 if part == "cluster" else 0]) for part in PARTS[1:]))
+    weights = np.zeros((width, 9), dtype=np.float32)
+    weights[0, 1] = 1.0
+    deviation = np.ones(width, dtype=np.float32)
+    mean = np.zeros(width, dtype=np.float32)
+    mean[0] = 10
+    return Choice(Network(mean, deviation, 0.0, 1.0, [(weights, np.zeros(9, dtype=np.float32))]), codes)
+
+
+def test_the_likeliest_is_taken_and_stands_behind_the_features(choice):
+    sizes = tuple(np.array(x, dtype=float) for x in ([512, 2048, 512], [256, 256, 64], [64, 64, 64], [1, 1, 1]))
+    parts = choice.parts(asked(KERNEL, *sizes, H200))
+    assert parts[:, 0].tolist() == [64, 128, 64] and (parts[:, 1] == 64).all() and parts.shape == (3, len(PARTS))
+    known = features(KERNEL, *sizes, H200)
+    names, matrix = with_choice(*known, choice, KERNEL, sizes, H200)
+    more, expected = chosen_features(parts, *sizes, H200)
+    assert names == [*known[0], *more] and len(set(names)) == len(names)
+    np.testing.assert_array_equal(matrix, np.column_stack([known[1], expected]))
+    assert with_choice(*known, None, KERNEL, sizes, H200)[1] is known[1]
+
+
+def test_saved_and_loaded_it_chooses_the_same(choice):
+    generator = np.random.default_rng(0)
+    matrix = generator.uniform(0, 20, (700, choice.network.mean.size))
+    again = Choice.load(choice.save())
+    np.testing.assert_array_equal(again.parts(matrix), choice.parts(matrix))
+    assert (choice.parts(matrix)[:, 0] == np.where(matrix[:, 0] > 10, 128, 64)).all()
+
+
+def test_a_damaged_one_is_refused(choice):
+    document = json.loads(choice.save())
+    for wrong in (
+        {},
+        [],
+        {**document, "codes": document["codes"][:3]},
+        {**document, "codes": [[1]] * 8},
+        {**document, "network": {}},
+    ):
+        with pytest.raises(ValueError, match="the choice is damaged"):
+            Choice.load(json.dumps(wrong).encode())
+
+
+@pytest.mark.parametrize("kernel", ["torch/bf16", "torch/bf16_batched", KERNEL])
+def test_what_is_asked_is_finite_and_knows_an_odd_size(kernel):
+    sizes = tuple(np.array(x, dtype=float) for x in ([1, 255, 256, 257], [16] * 4, [64] * 4, [2] * 4))
+    seen = asked(kernel, *sizes, H200)
+    assert seen.dtype == np.float32 and np.isfinite(seen).all()
+    assert len(np.unique(seen, axis=0)) == 4
