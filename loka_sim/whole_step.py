@@ -21,7 +21,7 @@ from loka_sim.modelspec import PASSES, Dim, Fused, ModelSpec, Table
 from loka_sim.quantized_loops import FP64, RESCALE, ROUNDED
 from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE, Piece
 from perfmodel import hardware as hardware_module
-from perfmodel.in_step import BATCHED, GEMMS, family, is_counted
+from perfmodel.in_step import BATCHED, GEMMS, family, is_across, is_counted
 from perfmodel.kernels import KERNELS
 from perfmodel.memory_plan import stages
 from perfmodel.optimizers import OPTIMIZERS, UNCERTAINTY, step_us
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from perfmodel.fused import FusedModel
     from perfmodel.hardware import HardwareSpec
     from perfmodel.in_step import InStep
+    from perfmodel.model import PerfModel
 
 # A compiled forward and backward without a CUDA graph, on an H200's host: what one takes, and each kernel that it launches.
 # A line through four networks of 48 to 232 launches (`python -m hil.fused eager`, step_compiled in data/h200/eager_ops.json).
@@ -230,6 +231,15 @@ def _times(name: str, capability: tuple[int, ...]) -> FusedModel | None:
         return None
 
 
+@lru_cache(maxsize=4)
+def _gemms_of(name: str, capability: tuple[int, ...]) -> PerfModel | None:
+    """Times of GEMMs on a GPU, or on a shipped one of its kind."""
+    import perfmodel
+
+    like = _times(name, capability)
+    return None if like is None else perfmodel.load(like.hardware.name)
+
+
 def as_run_by(runner: str, times: Times, hardware: HardwareSpec) -> Times:
     """Launches as what runs them has them: torchao multiplies some GEMMs' scales by a kernel behind another GEMM (`RUN_AS`).
 
@@ -322,6 +332,26 @@ def gaps(kernels: Iterable[Fused], spec: ModelSpec, model: InStep | None) -> lis
     return found
 
 
+def uneven_gradients(spec: ModelSpec, hardware: HardwareSpec, model: FusedModel) -> list[Other]:
+    """What weight gradients take longer than alone whose features Hopper's own kernels do not take; they are never in FP8."""
+    between = model.in_step
+    every = [site.passes["grad_weight"] for site in spec.sites if "grad_weight" in site.passes]
+    sizes = np.array([gemm.shape(spec.batch) for gemm in every if gemm.groups.at(spec.batch) == 1]).reshape(-1, 3)
+    sizes = sizes[is_across(sizes[:, 0], sizes[:, 1])]
+    gemms = _gemms_of(hardware.name, tuple(hardware.capability)) if between is not None and len(sizes) else None
+    if between is None or gemms is None:
+        return []
+    turned = np.concatenate([sizes, sizes[:, (1, 0, 2)]])
+    columns = {"kernel": ["torch/bf16"] * len(turned), **dict(zip("mnk", turned.T, strict=True))}
+    both = gemms.predict(columns)["time_us"]
+    alone, longer = both[: len(sizes)], np.maximum(both[: len(sizes)], both[len(sizes) :])
+    across = between.across_us(sizes[:, 0], sizes[:, 1], longer)
+    inside = [between.gemms(np.zeros(len(sizes)), us) * us for us in (across, alone)]
+    us = float(np.maximum(inside[0] - inside[1], 0.0).sum())
+    label = "weight gradients of features that lie unevenly"
+    return [Other(BACKWARD, "uneven", label, 0, 1, Time(us, 0.3 * us, 2.0 * us), True)] if us > 1 else []
+
+
 def of_step(
     spec: ModelSpec, hardware: HardwareSpec, optimizer: str = "adamw", kernels: Sequence[Fused] | None = None
 ) -> tuple[Other, ...]:
@@ -342,7 +372,7 @@ def of_step(
     every = [*step, *table_update(spec.tables, spec.batch, optimizer)]
     adds = any(kernel.kind == "scatter" for kernel in spec.fused)
     found = [*others(every, spec.batch, model), *(conflicts(spec.tables, spec.batch) if adds else [])]
-    found += gaps(step, spec, model.in_step)
+    found += gaps(step, spec, model.in_step) + uneven_gradients(spec, hardware, model)
     return (*found, *optimizer_step(dense_tensors(spec), optimizer, hardware))
 
 

@@ -3,9 +3,10 @@
     python -m perfmodel.fit_in_step
 
 Learned from `data/<hardware>/step_kernels.parquet` (`benchmarks/step_kernels.py`), over the times alone by the models as they
-ship: run it again when those are fitted anew. A curve in a few knots for each family, drawn to one common curve and kept smooth;
-kernels that are far off count less. How far a family's kernels of a step are off together is what it was in steps of the kinds of
-models that a fit left out; the gap between kernels is that of steps that had a GPU to themselves.
+ship, and from `step_layouts.parquet` (`benchmarks/step_layouts.py`): run it again when those are fitted anew. A curve in a few
+knots for each family, drawn to one common curve and kept smooth; kernels that are far off count less. How far a family's kernels
+of a step are off together is what it was in steps of the kinds of models that a fit left out; the gaps between kernels are those
+of steps that had a GPU to themselves.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from perfmodel.in_step import (
     SCHEMA_VERSION,
     VECTOR,
     family,
+    is_across,
     is_counted,
+    lies_by,
     weights,
 )
 from perfmodel.kernels import KERNELS
@@ -209,6 +212,33 @@ def calibrated(table: pd.DataFrame, predicted: Array, off: dict[str, float]) -> 
     return {name: round(factor * share, 4) for name, share in off.items()}
 
 
+def across(layouts: pd.DataFrame, longer_us: Array) -> tuple[dict[int, float], float]:
+    """What weight gradients take whose features lie unevenly: a factor by how they lie, and the power of `longer_us`.
+
+    Args:
+        layouts: Products timed in the layouts of their passes (`benchmarks/step_layouts.py`).
+        longer_us: The longer of the times alone of each and of its transpose.
+    """
+    mine = ((layouts["pass"] == "grad_weight") & (layouts["groups"] == 1)).to_numpy() & is_across(layouts["m"], layouts["n"])
+    lie, wanted = lies_by(layouts["m"], layouts["n"])[mine], np.log(layouts["us"].to_numpy(dtype=float)[mine])
+    kinds = np.unique(lie)
+    design = np.column_stack([lie[:, None] == kinds, np.log(longer_us[mine])]).astype(float)
+    weight = np.ones(len(lie))
+    for _ in range(ROUNDS):  # least absolute errors: now and then cuBLAS takes several times as long
+        root = np.sqrt(weight)
+        found = np.linalg.lstsq(design * root[:, None], wanted * root, rcond=None)[0]
+        weight = 1 / np.maximum(np.abs(wanted - design @ found), 0.05)
+    return {int(kind): round(float(np.exp(log)), 4) for kind, log in zip(kinds, found, strict=False)}, round(float(found[-1]), 4)
+
+
+def longer_us(layouts: pd.DataFrame, hardware: str) -> Array:
+    """The longer of the times alone of each product and of its transpose."""
+    rows = layouts[["m", "n", "k", "groups"]].assign(kernel=np.where(layouts["groups"] > 1, BATCHED, "torch/bf16"))
+    turned = rows.rename(columns={"m": "n", "n": "m"})
+    both = load_kernels(hardware).predict(pd.concat([rows, turned], ignore_index=True))["time_us"].to_numpy()
+    return np.maximum(both[: len(rows)], both[len(rows) :])
+
+
 def gaps_us(table: pd.DataFrame) -> tuple[float, float]:
     """Between two kernels of a CUDA graph, and beside that around each batched product.
 
@@ -239,6 +269,8 @@ def main() -> int:
     alone = alone_us(table, options.hardware)
     predicted = held_out(table, alone)
     gap_us, batched_gap_us = gaps_us(table)
+    layouts = pd.read_parquet(folder / "step_layouts.parquet")
+    lies, power = across(layouts, longer_us(layouts, options.hardware))
     document = {
         "schema_version": SCHEMA_VERSION,
         "hardware": options.hardware,
@@ -249,6 +281,8 @@ def main() -> int:
         "gap_us": gap_us,
         "batched_gap_us": batched_gap_us,
         "batched_less_us": round(batched_us(table, alone) - CLEARED_US, 3),
+        "across": lies,
+        "across_power": power,
         "off": calibrated(table, predicted, off_together(table, predicted)),
     }
     (folder / "models" / FILE).write_text(json.dumps(document, indent=1) + "\n")
@@ -256,6 +290,7 @@ def main() -> int:
         line = " ".join(f"{factor:.2f}" for factor in curve["factor"])
         print(f"{name:18s} off together {document['off'].get(name, float('nan')):5.1%}  {line}")
     print(f"gap {gap_us} us, of a batched product {batched_gap_us} us more; alone {document['batched_less_us']} us less")
+    print(f"uneven weight gradients {lies}, to the power of {power}")
     return 0
 
 

@@ -5,13 +5,14 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.operands import Row
 from loka_sim.dispatch.steps import ALIKE, EXPORT, RECIPE, RUNTIME, speedup, whole
-from loka_sim.modelspec import Table, load
+from loka_sim.modelspec import Dim, Fused, Gemm, Table, load
 from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE
 from loka_sim.whatif import whatif
 from loka_sim.whole_step import (
@@ -20,12 +21,15 @@ from loka_sim.whole_step import (
     by_kind,
     conflicts,
     dense_tensors,
+    launched,
     of_step,
     optimizer_step,
+    others,
     table_gradient,
     table_update,
+    uneven_gradients,
 )
-from perfmodel import hardware
+from perfmodel import fused, hardware
 from perfmodel.data_folder import data_folder
 from perfmodel.kernels import KERNELS
 
@@ -236,6 +240,34 @@ def test_measured_steps_lie_within_a_tenth_of_the_predicted():
             measured, predicted = base["kernels_ms"] / step["kernels_ms"], found["bf16"][0] / found[step["variant"]][0]
             assert (measured > 1) == (predicted > 1), step
     assert sum(errors.values()) / len(errors) < 0.05
-    # One misses a tenth, by 0.03 points: 2% are cuBLAS's memsets, the rest is not explained.
-    assert {step for step, error in errors.items() if error >= 0.10} <= {("interformer-small", 512, "bf16")}
-    assert max(errors.values()) < 0.11
+    assert max(errors.values()) < 0.10
+
+
+def test_cut_reductions_and_torchs_own_adds_are_several_kernels():
+    kernels = [
+        Fused(FORWARD, "pointwise", "add", Dim(0, 64), Dim(1), Dim(0, 128), Dim(0, 128), Dim(0), count=3),
+        Fused(BACKWARD, "column", "mul sum", Dim(16), Dim(0, 48), Dim(0, 3072), Dim(64), Dim(0), count=2),
+        Fused(BACKWARD, "external", "index_add", Dim(0), Dim(0), Dim(0, 256), Dim(0, 128), Dim(0)),
+    ]
+    assert launched(kernels, 512) == 3 + 2 * 3 + 2  # two sums of 24,576 values: their parts, and one kernel for each
+
+
+def test_adding_at_indices_takes_as_long_as_it_was_measured():
+    """interformer-production at batch 2,048: 8.8 us of a copy, and 35.6 us of adding 4.1 million values."""
+    add = Fused(BACKWARD, "external", "index_add", Dim(0), Dim(0), Dim(25_050_880), Dim(16_777_216), Dim(0))
+    found = others([add], 2048, fused.load())[0]
+    assert found.time.us == pytest.approx(8.8 + 35.6, rel=0.1) and found.time.low_us < 40 < found.time.high_us
+
+
+def test_weight_gradients_of_uneven_features_take_longer_than_alone():
+    """Of a layer of 28 features for 4 the gradient took 17.4 us in a step, 7.1 with K fastest; even features change nothing."""
+    model = fused.load()
+
+    def spec(features):
+        passes = {"grad_weight": Gemm(Dim(4 if features == 28 else 64), Dim(features), Dim(0, 16), Dim(1))}
+        site = SimpleNamespace(name="layer", passes=passes)
+        return SimpleNamespace(sites=[site], batch=512)
+
+    found = uneven_gradients(spec(28), H200, model)
+    assert [other.kind for other in found] == ["uneven"] and 2 < found[0].time.us < 17.4 - 7.1
+    assert uneven_gradients(spec(64), H200, model) == []
