@@ -29,11 +29,13 @@ from peers import PEERS, MatmulHeuristics
 import perfmodel
 from loka_sim.dispatch.baselines import filter_rowwise, filter_tensorwise
 from perfmodel import data_folder, fit
+from perfmodel.choice import Choice
 from perfmodel.hardware import HardwareSpec
 from perfmodel.held_out import FOLDS, accuracy, choice_regret, coverage_by_class, folds_of, held_out, leave_out_runs
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import GEMM_KERNELS, KERNELS
 from perfmodel.learn import Learned, learn_first, measured_range, predict, train
+from perfmodel.measured import read_choices
 from perfmodel.model import SIZE_CLASSES_US, columns_of
 from perfmodel.parallel import each
 
@@ -57,6 +59,7 @@ class Data:
         wanted = [any(fnmatchcase(name, pattern) for pattern in patterns) for name in rows["kernel"]]
         self.rows = rows[wanted].reset_index(drop=True)
         self.launches = fit.read_launches(self.everything, data_folder() / HARDWARE)
+        self.choices = read_choices(data_folder() / HARDWARE)
         self.folds = range(folds)
         self.fold = folds_of(self.rows)
 
@@ -69,7 +72,7 @@ class Data:
     @cached_property
     def first(self) -> dict[str, Learned]:
         """What quick launches taught."""
-        return learn_first(self.launches, self.hardware, self.kernels)
+        return learn_first(self.launches, self.hardware, self.kernels, self.choices)
 
     @cached_property
     def by_fold(self) -> Array:
@@ -185,17 +188,25 @@ def extrapolation(data: Data) -> None:
         launches = None if data.launches is None else data.launches[data.launches["kernel"] == name]
         quick = {} if launches is None else regions(launches, rows)
         for region, inside in regions(rows, rows).items():
-            jobs.append((name, rows, inside, None if launches is None else launches[~quick[region]], data.hardware))
+            jobs.append((name, rows, inside, None if launches is None else launches[~quick[region]], data.hardware, data.choices))
             labels.append(f"{name.removeprefix('torch/')}, {region}")
     for label, result in zip(labels, each(extrapolated, jobs), strict=True):
         print(line(label, result, None), flush=True)
 
 
 def extrapolated(
-    name: str, rows: pd.DataFrame, inside: npt.NDArray[np.bool_], launches: pd.DataFrame | None, hardware: HardwareSpec
+    name: str,
+    rows: pd.DataFrame,
+    inside: npt.NDArray[np.bool_],
+    launches: pd.DataFrame | None,
+    hardware: HardwareSpec,
+    choices: dict[str, Choice],
 ) -> dict[str, float]:
-    """Accuracy on a kernel's rows inside a region, learned from those outside and from launches that lie outside, too."""
-    first, known = learn_first(launches, hardware, [name]), rows[~inside]
+    """Accuracy on a kernel's rows inside a region, learned from those outside and from launches that lie outside, too.
+
+    What the library chooses inside, which takes no measurement, is known.
+    """
+    first, known = learn_first(launches, hardware, [name], choices), rows[~inside]
     learned = train(name, known, hardware, first.get(name))
     predicted = predict(learned, name, rows[inside], hardware, measured_range(known))
     return accuracy(rows["p50_us"].to_numpy()[inside], predicted)

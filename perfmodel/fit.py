@@ -7,7 +7,7 @@ The second fits a user's own sweep: DIR holds `gemm.parquet`, `memory.parquet` o
 a specification as `data/h200/hardware.json`, and `perfmodel.load(name, calibration=CALIBRATION)` reads the result.
 
 Where `launches.parquet` (`hil.launches`) lies beside the timings, each GEMM kernel is learned from its quick launches first:
-`perfmodel/learn.py` says why.
+`perfmodel/learn.py` says why. Where `choices` (`hil.choices`) lies there, too, its kernels are told what the library chooses.
 
 Accuracy comes from two sources. Cross-validation holds out whole shapes, every kernel's row of a shape together; what
 calibrates the intervals holds out whole runs (`perfmodel.held_out`). The sweep `zoo` holds the shapes of whole models, `blind`
@@ -44,8 +44,8 @@ from perfmodel.held_out import (
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import GEMM_KERNELS, KERNELS
 from perfmodel.learn import Learned, learn_first, measured_range, predict, train
-from perfmodel.measured import LEAST_US, read_launches, read_timings
-from perfmodel.model import SCHEMA_VERSION, model_file, network_file, read_spec, size_class
+from perfmodel.measured import LEAST_US, read_choices, read_launches, read_timings
+from perfmodel.model import SCHEMA_VERSION, choice_file, model_file, network_file, read_spec, size_class
 from perfmodel.parallel import each
 from perfmodel.slim import slim
 
@@ -138,7 +138,9 @@ def fit(
     everything = read_timings(hardware.name, timings_folder)
     timings = fitted_rows(everything)
     launches = read_launches(everything, timings_folder or data_folder() / hardware.name)
-    first = learn_first(launches, hardware, timings["kernel"].unique())
+    first = learn_first(
+        launches, hardware, timings["kernel"].unique(), read_choices(timings_folder or data_folder() / hardware.name)
+    )
     predicted = held_out(timings, hardware, first)
     fresh = leave_out_runs(timings, hardware, first, predicted)
     measured, bounds = timings["p50_us"].to_numpy(), fresh.bounds(timings)
@@ -157,13 +159,17 @@ def fit(
     for (kernel, rows, *_), (mine, trees) in zip(jobs, each(_stored, jobs), strict=True):
         index, learned[kernel] = indices[kernel], mine
         (target / model_file(kernel)).write_bytes(trees)
-        if mine.network is not None:
-            (target / network_file(kernel)).write_bytes(gzip.compress(mine.network.save(), 9, mtime=0))
+        for part, name in ((mine.network, network_file(kernel)), (mine.choice, choice_file(kernel))):
+            if part is not None:
+                (target / name).write_bytes(gzip.compress(part.save(), 9, mtime=0))
+            else:
+                (target / name).unlink(missing_ok=True)
         kernels[kernel] = {
             "held_out": accuracy(measured[index], predicted[index], bounds[index]),
             "classes": coverage_by_class(measured[index], fresh.predicted[index], bounds[index]),
             "interval_factors": fresh.factors(timings, kernel, index),
             "network": mine.network is not None,
+            "choice": mine.choice is not None,
             "planned": True,
             "range": measured_range(rows),
         }

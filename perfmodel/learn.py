@@ -3,14 +3,16 @@
 A library chooses among a thousand kernels by rules that it does not publish, and each choice is a jump in the time. Single
 profiled launches of a hundred thousand shapes (`hil.launches`) show where the jumps are, though each is some 6% off: a
 small network takes what is smooth about them, and trees on top of it the jumps, once the drift of the clocks is taken out
-(`perfmodel.steady`). What the careful timings add is small, and their few thousand shapes suffice for more trees to learn it.
+(`perfmodel.steady`). Where it is known which kernel the library is likely to choose (`perfmodel.choice`), both are told, and
+fewer trees suffice. What the careful timings add is small, and their few thousand shapes suffice for more trees to
+learn it.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +20,12 @@ import numpy.typing as npt
 import pandas as pd
 
 from perfmodel import network
+from perfmodel.choice import Choice, with_choice
 from perfmodel.features import features
 from perfmodel.hardware import HardwareSpec
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import KERNELS
-from perfmodel.model import at_edge, baseline_us, columns_of, with_network
+from perfmodel.model import Sizes, at_edge, baseline_us, columns_of, with_network
 from perfmodel.network import Network
 from perfmodel.parallel import each
 from perfmodel.steady import drift
@@ -39,6 +42,9 @@ MEMORY_PARAMETERS = {**PARAMETERS, "objective": "reg:absoluteerror", "max_depth"
 # Of the trees that quick launches grow.
 FIRST_PARAMETERS = {**PARAMETERS, "max_depth": 12, "eta": 0.08, "min_child_weight": 16.0}
 FIRST_ROUNDS = 220
+# Likewise where the library's choice is known: fewer suffice.
+TOLD_PARAMETERS = {**FIRST_PARAMETERS, "eta": 0.13}
+TOLD_ROUNDS = 120
 # Of those on top of them.
 NEXT_PARAMETERS = {**PARAMETERS, "objective": "reg:absoluteerror", "eta": 0.06}
 NEXT_ROUNDS = 200
@@ -47,10 +53,24 @@ LEAST_LAUNCHES = 2000
 
 
 class Learned(NamedTuple):
-    """What predicts log(time / baseline) of one kernel: the network's value, if there is one, plus the trees'."""
+    """What predicts log(time / baseline) of one kernel: the network's value, if there is one, plus the trees'.
+
+    Attributes:
+        network: The smooth part, from the features and those of the choice.
+        booster: Trees of the same and of the network's value.
+        choice: What tells the kernel that the library chooses.
+    """
 
     network: Network | None
     booster: Any
+    choice: Choice | None = None
+
+
+def _seen(
+    kernel: str, sizes: Sizes, hardware: HardwareSpec, choice: Choice | None, net: Network | None
+) -> tuple[list[str], Array, Array | float]:
+    """Names and matrix of what the trees see, and the network's value."""
+    return with_network(*with_choice(*features(kernel, *sizes, hardware), choice, kernel, sizes, hardware), net)
 
 
 def _xgboost() -> Any:
@@ -61,21 +81,28 @@ def _xgboost() -> Any:
     return xgboost
 
 
-def _data(kernel: str, rows: pd.DataFrame, time_us: Array, hardware: HardwareSpec, net: Network | None) -> Any:
+def _data(
+    kernel: str, rows: pd.DataFrame, time_us: Array, hardware: HardwareSpec, choice: Choice | None, net: Network | None
+) -> Any:
     sizes = columns_of(rows)
-    names, matrix = features(kernel, *sizes, hardware)
-    names, matrix, smooth = with_network(names, matrix, net)
+    names, matrix, smooth = _seen(kernel, sizes, hardware, choice, net)
     target = np.log(time_us / baseline_us(kernel, *sizes, hardware)) - smooth
     return _xgboost().DMatrix(matrix, target, feature_names=names)
 
 
-def learn_first(launches: pd.DataFrame | None, hardware: HardwareSpec, kernels: Iterable[str]) -> dict[str, Learned]:
+def learn_first(
+    launches: pd.DataFrame | None,
+    hardware: HardwareSpec,
+    kernels: Iterable[str],
+    choices: Mapping[str, Choice] | None = None,
+) -> dict[str, Learned]:
     """What quick launches teach of each kernel, for `train` to go on from; nothing of one with too few.
 
     Args:
         launches: Rows with `kernel`, `m`, `n`, `k`, `groups`, `time_us`, in the order of their measurement; None for none.
         hardware: The GPU.
         kernels: Which to learn, at most.
+        choices: Of kernels of which it is known what tells the library's choice.
     """
     if launches is None:
         return {}
@@ -85,30 +112,34 @@ def learn_first(launches: pd.DataFrame | None, hardware: HardwareSpec, kernels: 
         return {}
     launches = launches[launches["kernel"].isin(list(wanted))].reset_index(drop=True)
     rows = {kernel: np.flatnonzero(launches["kernel"] == kernel) for kernel in KERNELS if kernel in wanted}
-    jobs = [(kernel, launches.iloc[index], hardware) for kernel, index in rows.items()]
+    jobs = [(kernel, launches.iloc[index], hardware, (choices or {}).get(kernel)) for kernel, index in rows.items()]
     networks: list[Network] = []
     residual = np.full(len(launches), np.nan)
-    for (kernel, mine, _), (net, off) in zip(jobs, each(_smooth, jobs), strict=True):
+    for (kernel, mine, *_), (net, off) in zip(jobs, each(_smooth, jobs), strict=True):
         networks.append(net)
         residual[rows[kernel]] = off
         print(f"smooth part of {kernel}: {len(mine)} launches", file=sys.stderr)
     time = launches["time_us"].to_numpy(dtype=float) * np.exp(-drift(launches, residual))
-    grown = each(_jumps, [(*job, time[index], net) for job, index, net in zip(jobs, rows.values(), networks, strict=True)])
+    grown = each(_jumps, [(*job, net, time[index]) for job, index, net in zip(jobs, rows.values(), networks, strict=True)])
     return dict(zip(rows, grown, strict=True))
 
 
-def _smooth(kernel: str, launches: pd.DataFrame, hardware: HardwareSpec) -> tuple[Network, Array]:
+def _smooth(kernel: str, launches: pd.DataFrame, hardware: HardwareSpec, choice: Choice | None) -> tuple[Network, Array]:
     """The network of a kernel's launches, and by how much, as a logarithm, each took longer than it says."""
     sizes = columns_of(launches)
     target = np.log(launches["time_us"].to_numpy(dtype=float) / baseline_us(kernel, *sizes, hardware))
-    _, matrix = features(kernel, *sizes, hardware)
+    _, matrix, _ = _seen(kernel, sizes, hardware, choice, None)
     net = network.train(matrix, target)
     return net, target - net.predict(matrix)
 
 
-def _jumps(kernel: str, launches: pd.DataFrame, hardware: HardwareSpec, time_us: Array, net: Network) -> Learned:
+def _jumps(
+    kernel: str, launches: pd.DataFrame, hardware: HardwareSpec, choice: Choice | None, net: Network, time_us: Array
+) -> Learned:
     """Trees on top of the network, of launches without their drift."""
-    return Learned(net, _xgboost().train(FIRST_PARAMETERS, _data(kernel, launches, time_us, hardware, net), FIRST_ROUNDS))
+    parameters, rounds = (FIRST_PARAMETERS, FIRST_ROUNDS) if choice is None else (TOLD_PARAMETERS, TOLD_ROUNDS)
+    data = _data(kernel, launches, time_us, hardware, choice, net)
+    return Learned(net, _xgboost().train(parameters, data, rounds), choice)
 
 
 def train(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Learned | None = None) -> Learned:
@@ -120,11 +151,11 @@ def train(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Learne
         hardware: The GPU.
         first: What `learn_first` learned from other shapes.
     """
-    net, start = first or (None, None)
+    net, start, choice = first or (None, None, None)
     alone = PARAMETERS if "gemm" in KERNELS[kernel].kind else MEMORY_PARAMETERS
     parameters = alone if first is None else NEXT_PARAMETERS
-    data = _data(kernel, rows, rows["p50_us"].to_numpy(dtype=float), hardware, net)
-    return Learned(net, _xgboost().train(parameters, data, ROUNDS if first is None else NEXT_ROUNDS, xgb_model=start))
+    data = _data(kernel, rows, rows["p50_us"].to_numpy(dtype=float), hardware, choice, net)
+    return Learned(net, _xgboost().train(parameters, data, ROUNDS if first is None else NEXT_ROUNDS, xgb_model=start), choice)
 
 
 def measured_range(rows: pd.DataFrame) -> dict[str, list[float]]:
@@ -148,6 +179,6 @@ def predict(
     """
     sizes = columns_of(rows)
     seen = at_edge(sizes, measured) if measured else sizes
-    _, matrix, smooth = with_network(*features(kernel, *seen, hardware), learned.network)
+    _, matrix, smooth = _seen(kernel, seen, hardware, learned.choice, learned.network)
     ratio = smooth + learned.booster.inplace_predict(matrix).astype(np.float64)
     return baseline_us(kernel, *sizes, hardware) * np.exp(ratio)

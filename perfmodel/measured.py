@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import sys
@@ -12,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from perfmodel.choice import Choice
 from perfmodel.data_folder import data_folder
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import KERNELS
 from perfmodel.memory_plan import launches
+from perfmodel.model import choice_file
 
 Array = npt.NDArray[np.float64]
 
@@ -124,3 +127,13 @@ def read_launches(timings: pd.DataFrame, folder: Path) -> pd.DataFrame | None:
     launches = pd.read_parquet(path).assign(kernel=lambda frame: frame["kernel"].astype(str))
     known = pd.MultiIndex.from_frame(timings[SHAPE].drop_duplicates())
     return launches[~pd.MultiIndex.from_frame(launches[SHAPE]).isin(known)].reset_index(drop=True)
+
+
+def read_choices(folder: Path) -> dict[str, Choice]:
+    """What tells which of its kernels a library chooses (`hil.choices`), by kernel; none where `choices` is not in `folder`.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    found = {kernel: folder / "choices" / choice_file(kernel) for kernel in KERNELS}
+    return {kernel: Choice.load(gzip.decompress(path.read_bytes())) for kernel, path in found.items() if path.is_file()}

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perfmodel import hardware as hardware_module
+from perfmodel.choice import Choice, with_choice
 from perfmodel.data_folder import data_folder
 from perfmodel.features import features
 from perfmodel.hardware import HardwareSpec
@@ -171,6 +172,15 @@ def _learned(trees: _Stamp, network: _Stamp | None = None) -> tuple[Network | No
     return smooth, forest
 
 
+@lru_cache(maxsize=128)
+def _choice(saved: _Stamp) -> Choice:
+    """What a kernel's file of choices holds; models that are opened again share it."""
+    try:
+        return Choice.load(gzip.decompress(saved.path.read_bytes()))
+    except (EOFError, OSError, zlib.error, ValueError) as error:
+        raise ValueError(f"{saved.path} is missing or truncated; copy the folder again") from error
+
+
 @dataclass(frozen=True)
 class PerfModel:
     """Predicts kernel times on one GPU.
@@ -207,10 +217,20 @@ class PerfModel:
             self._loaded[kernel] = _learned(*(_Stamp.of(self.folder / name) for name in names))
         return self._loaded[kernel]
 
+    def choice(self, kernel: str) -> Choice | None:
+        """What tells which of its kernels the library chooses, where the trees were fitted with that.
+
+        Raises:
+            ValueError: its file is missing or damaged.
+        """
+        has = self.manifest["kernels"][kernel].get("choice")
+        return _choice(_Stamp.of(self.folder / choice_file(kernel))) if has else None
+
     def seen(self, kernel: str, sizes: Sizes) -> tuple[list[str], Array, Array | float]:
         """What the trees see of calls of one kernel: names and matrix of features, and the network's value, 0 without one."""
         sizes = at_edge(sizes, self.manifest["kernels"][kernel]["range"])
-        return with_network(*features(kernel, *sizes, self.hardware, self.planned(kernel)), self.learned(kernel)[0])
+        seen = features(kernel, *sizes, self.hardware, self.planned(kernel))
+        return with_network(*with_choice(*seen, self.choice(kernel), kernel, sizes, self.hardware), self.learned(kernel)[0])
 
     def planned(self, kernel: str) -> bool:
         """Whether its trees were fitted with what is known of a memory-bound kernel's launch."""
@@ -404,7 +424,8 @@ def _open(spec: HardwareSpec, folder: Path) -> PerfModel:
     if manifest.get("hardware") != spec.name or "kernels" not in manifest:
         raise ValueError(f"{path} is no time model of {spec.name}; it says hardware {manifest.get('hardware')!r}")
     for kernel, entry in manifest["kernels"].items():
-        for name in (model_file(kernel), *([network_file(kernel)] if entry.get("network") else [])):
+        optional = {"network": network_file(kernel), "choice": choice_file(kernel)}
+        for name in (model_file(kernel), *(name for part, name in optional.items() if entry.get(part))):
             if not (folder / name).is_file():
                 raise ValueError(f"{folder / name} is missing; copy the folder whole")
     return PerfModel(spec, folder, manifest)

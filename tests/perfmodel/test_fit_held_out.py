@@ -6,8 +6,10 @@ import pytest
 
 import perfmodel
 from perfmodel import data_folder, fit, held_out, learn
+from perfmodel.choice import PARTS, Choice, asked
 from perfmodel.judge import SHAPE
 from perfmodel.model import baseline_us, columns_of, size_class
+from perfmodel.network import Network
 from perfmodel.steady import drift
 
 KERNEL = "torch/bf16"
@@ -134,6 +136,33 @@ def test_quick_launches_show_what_few_careful_timings_miss(monkeypatch):
         for start in (None, first)
     ]
     assert errors[1] < 0.04 and errors[0] > 2 * errors[1], errors
+
+
+def test_a_known_choice_is_used():
+    """Launches that jump where the library changes its kernel: told where that is, trees need not find it by the noise."""
+    hardware = perfmodel.load("h200").hardware
+    width = asked(KERNEL, *np.ones((4, 1)), hardware).shape[1]
+    # Tiles of 128 columns where cos(8 pi log2 M) + cos(8 pi log2 N) is positive, else of 64: two of the last 24 inputs.
+    weights = np.zeros((width, 9), dtype=np.float32)
+    weights[[-17, -9], 1] = 1.0
+    law = Network(np.zeros(width, np.float32), np.ones(width, np.float32), 0.0, 1.0, [(weights, np.zeros(9, np.float32))])
+    codes = {"tile_n": [64, 128], "tile_m": [64], "cluster": [11]}
+    choice = Choice(law, tuple(np.array(codes.get(part, [0])) for part in PARTS))
+
+    def jumping_us(rows: pd.DataFrame) -> np.ndarray:
+        wave = sum(np.cos(8 * np.pi * np.log2(rows[name].to_numpy(float))) for name in ("m", "n"))
+        return baseline_us(KERNEL, *columns_of(rows), hardware) * np.where(wave > 0, 2.0, 3.0)
+
+    quick, test = shapes(4000, 9), shapes(600, 11)
+    quick["time_us"] = jumping_us(quick) * np.exp(0.1 * np.random.default_rng(5).standard_normal(len(quick)))
+    careful = shapes(80, 10)
+    careful["p50_us"] = jumping_us(careful)
+    errors = []
+    for choices in ({}, {KERNEL: choice}):
+        learned = learn.train(KERNEL, careful, hardware, learn.learn_first(quick, hardware, [KERNEL], choices)[KERNEL])
+        assert learned.choice is choices.get(KERNEL)
+        errors.append(np.abs(learn.predict(learned, KERNEL, test, hardware) / jumping_us(test) - 1).mean())
+    assert errors[1] < 0.8 * errors[0], errors
 
 
 def test_too_few_launches_are_left_alone():

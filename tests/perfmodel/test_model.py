@@ -1,5 +1,6 @@
 import gzip
 import json
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import xgboost
 
 import perfmodel
 from perfmodel import KERNELS, data_folder
+from perfmodel.choice import with_choice
 from perfmodel.features import features
 from perfmodel.fit import HELD_OUT_SWEEPS, NEVER_SEEN, read_timings
 from perfmodel.held_out import choice_regret, class_profile, folds_of, interval_factors
@@ -63,7 +65,8 @@ def test_predict_equals_the_files_evaluated_by_xgboost(model, name):
     arrays = tuple(np.array(x) for x in ([4096.0, 64.0], [1024.0, 1.0], [512.0, 2048.0], [1.0, 1.0]))
     if KERNELS[name].kind == "gemm":
         arrays[1][1] = 48.0
-    names, matrix = features(name, *arrays, model.hardware, model.planned(name))
+    seen = features(name, *arrays, model.hardware, model.planned(name))
+    names, matrix = with_choice(*seen, model.choice(name), name, arrays, model.hardware)
     smooth = np.zeros(2)
     if model.manifest["kernels"][name]["network"]:
         smooth = Network.load(gzip.decompress(path.with_name(network_file(name)).read_bytes())).predict(matrix)
@@ -132,6 +135,20 @@ def test_bad_frames_are_refused_by_name(model):
         model.predict(rows(("torch/fp8_rowwise_fast", 64, 64, 64), ("torch/fp8_rowwise_fast", 64, 72, 64)))
     with pytest.raises(ValueError, match="torch/bf16 makes one product, not groups = 3"):
         model.predict(rows(("torch/bf16", 64, 64, 64)).assign(groups=3))
+    for wrong in (True, "64", "wide", 64j, None):
+        for frame in (rows(("torch/bf16", wrong, 64, 64)), {"kernel": ["torch/bf16"], "m": [wrong], "n": [64], "k": [64]}):
+            with pytest.raises(ValueError, match=f"m = ({re.escape(repr(wrong))}|nan) is no size"):
+                model.predict(frame)
+    with pytest.raises(ValueError, match="m = True is no size"):
+        model.predict(rows(("torch/bf16", True, 64, 64), ("torch/bf16", 64, 64, 64)))
+    with pytest.raises(ValueError, match="groups = False is no size"):
+        model.predict(rows(("torch/bf16", 64, 64, 64)).assign(groups=False))
+    with pytest.raises(ValueError, match=r"n has the shape \(2,\) for 1 kernels"):
+        model.predict({"kernel": ["torch/bf16"], "m": [64], "n": [64, 64], "k": [64]})
+    with pytest.raises(ValueError, match="m = 2.5 is no size"):
+        model.explain({"kernel": "torch/bf16", "m": 2.5, "n": 64, "k": 64})
+    with pytest.raises(ValueError, match="'torch/fp9' is not a kernel"):
+        model.in_range(rows(("torch/fp9", 64, 64, 64)))
     with pytest.raises(ValueError, match="names no kernel"):
         model.predict(rows((None, 64, 64, 64)))
     with pytest.raises(ValueError, match="mi300 has no data|'mi300' has no data"):
@@ -152,8 +169,8 @@ def test_an_explanation_multiplies_up_to_the_prediction(model, call):
     limits = roofline_us(call[0], *(np.array([float(x)]) for x in (*call[1:], 1)), model.hardware)
     assert told.roofline_us == limits[0] and told.correction == 1.0 and told.outside == ()
     strengths = np.abs(np.log(list(told.factors.values())))
-    known = set(features(call[0], *np.ones((4, 1)), model.hardware, model.planned(call[0]))[0])
-    assert (np.diff(strengths) <= 0).all() and set(told.factors) - {"network"} == known
+    known = set(model.seen(call[0], tuple(np.ones((4, 1))))[0])
+    assert (np.diff(strengths) <= 0).all() and set(told.factors) == known
     words = told.words(3)
     assert f"{told.time_us:.2f} us" in words and next(iter(told.factors)) in words and f"bound by {told.bound}" in words
 

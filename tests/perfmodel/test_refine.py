@@ -9,7 +9,7 @@ import pytest
 import perfmodel
 from perfmodel.correction import fit_local, fit_machine
 from perfmodel.fit import SHAPE, read_timings
-from perfmodel.model import CALIBRATION, PerfModel, columns_of, model_file, network_file
+from perfmodel.model import CALIBRATION, PerfModel, choice_file, columns_of, model_file, network_file
 from perfmodel.refine import LEAST_ROWS_NEW, interval_bounds, least_needed, main, refine
 from perfmodel.refinement import Refinement
 from perfmodel.roofline import roofline_us
@@ -243,12 +243,18 @@ def test_bad_calibrations_are_refused_in_one_line(refinement, tmp_path):
     assert perfmodel.load("h200", calibration=tmp_path).fingerprint == refinement.model.fingerprint
 
 
+def files_of(base, kernel):
+    """Names of a kernel's files in the models folder."""
+    told = [choice_file(kernel)] if base.manifest["kernels"][kernel].get("choice") else []
+    return [network_file(kernel), *told, model_file(kernel)]
+
+
 def full_fit(base, folder):
     """A calibration folder with a full fit of one kernel, for hardware `mine`."""
     models = folder / "perfmodel"
     models.mkdir()
     kernel = "torch/bf16"
-    for name in (model_file(kernel), network_file(kernel)):
+    for name in files_of(base, kernel):
         (models / name).write_bytes((base.folder / name).read_bytes())
     manifest = {**base.manifest, "hardware": "mine", "kernels": {kernel: base.manifest["kernels"][kernel]}}
     (models / "manifest.json").write_text(json.dumps(manifest))
@@ -265,7 +271,7 @@ def test_a_full_fit_is_a_calibration_too(base, tmp_path):
     with pytest.raises(ValueError, match="was made for mine, not h200"):
         perfmodel.load("h200", calibration=tmp_path)
     trees = tmp_path / "perfmodel" / model_file("torch/bf16")
-    for path in (trees.with_name(network_file("torch/bf16")), trees):
+    for path in (trees.with_name(name) for name in files_of(base, "torch/bf16")):
         data = path.read_bytes()
         for broken in (data[: len(data) // 2], gzip.compress(gzip.decompress(data)[:5000])):
             path.write_bytes(broken)
