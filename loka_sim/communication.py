@@ -16,6 +16,7 @@ from loka_sim.cluster import check_gpus
 from loka_sim.dispatch.cost import Time
 from loka_sim.errors import UserError
 from loka_sim.modelspec import ModelSpec, Site
+from numerics.sizes import is_whole
 from perfmodel.topology import Cluster
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ class Parallel:
         Raises:
             UserError: one line with the option and the mend.
         """
-        if self.gpus < 1:
-            raise UserError(f"--gpus {self.gpus} is not positive; give the number of GPUs of the training job")
+        if not is_whole(self.gpus):
+            raise UserError(f"--gpus {self.gpus} is no positive whole number; give the number of GPUs of the training job")
         check_gpus(self.gpus, self.cluster)
         for option, value, known in (("--dense", self.dense, DENSE), ("--exchange", self.exchange, EXCHANGES)):
             if value not in known:

@@ -30,6 +30,7 @@ from loka_sim.errors import LokaSimError, UserError
 from loka_sim.mods import parse_mods
 from loka_sim.statistics import SiteStatistics, Statistics, save
 from numerics.pair import RECIPES
+from numerics.sizes import is_whole
 
 Progress = Callable[[str], None]
 SMALL = tuple(name for name in zoo.NAMES if name.endswith("-small"))
@@ -64,8 +65,8 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         """Raises `UserError` naming a field that is out of range."""
         for name in ("steps", "batch"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} = {getattr(self, name)}: give at least 1")
+            if not is_whole(getattr(self, name)):
+                raise UserError(f"{name} = {getattr(self, name)}: give a whole number of at least 1")
         if not 0 <= self.collect <= self.steps:
             raise UserError(f"collect = {self.collect}: give 0 to {self.steps}, the number of steps")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from loka_sim.modelspec import ModelSpec, Site
 from loka_sim.sources import Distributions, distributions, model_spec
 from loka_sim.step_plan import DECISION, LAUNCHED, timeline
 from loka_sim.whole_step import Other, as_run_by, gemms_in_step, of_step
+from numerics.sizes import is_whole
 from perfmodel import hardware as hardware_module
 from perfmodel.kernels import KERNELS
 from perfmodel.timeline import Timeline
@@ -296,17 +298,16 @@ def _runs(times: Times, timing: PerfModel, others: Sequence[Other], runner: str)
 
 
 def _check(gpus: int, max_mere: float, min_speedup: float) -> None:
-    if gpus < 1:
-        raise UserError(f"--gpus {gpus} is not positive; give the number of GPUs of the training job")
-    if not 0 < max_mere < float("inf"):
-        raise UserError(f"--max-mere {max_mere} is not a positive number; 0.2 is the usual limit")
-    if not 0 < min_speedup < float("inf"):
-        raise UserError(f"--min-speedup {min_speedup} is not a positive number; 1.05 is the usual limit")
+    if not is_whole(gpus):
+        raise UserError(f"--gpus {gpus} is no positive whole number; give the number of GPUs of the training job")
+    for name, limit, usual in (("max-mere", max_mere, 0.2), ("min-speedup", min_speedup, 1.05)):
+        if isinstance(limit, bool) or not isinstance(limit, Real) or not 0 < limit < float("inf"):
+            raise UserError(f"--{name} {limit} is not a positive number; {usual} is the usual limit")
 
 
 def _check_sizes(spec: ModelSpec, batch: int) -> None:
-    if batch < 1:
-        raise UserError(f"--batch {batch} is not positive; give the samples per GPU")
+    if not is_whole(batch):
+        raise UserError(f"--batch {batch} is no positive whole number; give the samples per GPU")
     for site in spec.sites:
         for name, gemm in site.passes.items():
             sizes = (*gemm.shape(batch), gemm.groups.at(batch))

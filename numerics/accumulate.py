@@ -226,7 +226,8 @@ def _product(
     if isinstance(split_k, SupportsIndex):
         # With 128 x 128 blocks the kernel takes scales four at a time.
         align = 4 if scales is not None and scales[2] else 1
-        split_k = split_parts(a.shape[1], operator.index(split_k), core.split_block, align)
+        parts = split_k if isinstance(split_k, bool) else operator.index(split_k)
+        split_k = split_parts(a.shape[1], parts, core.split_block, align)
     else:
         _check_parts(split_k, a.shape[1], 1 if scales is None else _BLOCK)
     if not (bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all())):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from numerics.distributions import BINS_PER_OCTAVE, LEVELS, PHASES, PROFILE_BINS, ROW_LEVELS, SCOPES, TensorStatistics
+from numerics.sizes import check_whole
 
 # Values are counted by sign, exponent and three bits of their fraction: exact to merge, 6% wide at most.
 _FRACTION_BITS = 3
@@ -30,10 +31,9 @@ class StatisticsAccumulator:
         """Start empty.
 
         Raises:
-            ValueError: `features` is not positive.
+            ValueError: `features` is no positive whole number.
         """
-        if features < 1:
-            raise ValueError(f"features = {features}; statistics need at least one feature")
+        check_whole(features=features)
         self.features = features
         self.rows = 0
         self._mean = np.zeros(features)
@@ -108,8 +108,10 @@ class StatisticsAccumulator:
             rank: Covariance factors to keep; all (up to 512 features) or 64 when None.
 
         Raises:
-            ValueError: nothing was seen, or values so small that their squares are below float32.
+            ValueError: nothing was seen, values so small that their squares are below float32, or a rank that is none.
         """
+        if rank is not None:
+            check_whole(0, rank=rank)
         if not self.rows:
             raise ValueError("no rows were seen; there are no statistics")
         if 0.0 < self._amax.max() < _LEAST:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from numerics.normal import normal_quantile
+from numerics.sizes import check_whole, is_whole
 
 # Scopes that share one scale, and what each spans of a (rows, features) tensor. A profile is kept for each.
 SCOPES = ("tensor", "row", "row128", "row32", "column", "column128", "column32", "tile128", "row16", "column16")
@@ -152,7 +153,7 @@ class TensorStatistics:
         moves its amax when a prediction is made.
 
         Raises:
-            ValueError: `features` is not positive.
+            ValueError: `features` is no positive whole number.
         """
         base = self.stretched(features)
         if features == base.features:
@@ -169,10 +170,10 @@ class TensorStatistics:
         """The record whose features `resized` repeats to get so many: this one where it has as many.
 
         Raises:
-            ValueError: `features` is not positive.
+            ValueError: `features` is no positive whole number.
         """
-        if features < 1:
-            raise ValueError(f"statistics: cannot resize to {features} features; give a positive number")
+        if not is_whole(features):
+            raise ValueError(f"statistics: cannot resize to {features!r} features; give a positive whole number")
         if features == self.features:
             return self
         origin = self.origin
@@ -210,10 +211,15 @@ class TensorStatistics:
         return self._views["lasting"]
 
     def truncated(self, rank: int) -> TensorStatistics:
-        """A smaller record whose covariance keeps its `rank` leading factors; the diagonal stays exact."""
+        """A smaller record whose covariance keeps its `rank` leading factors; the diagonal stays exact.
+
+        Raises:
+            ValueError: `rank` is no whole number, or negative.
+        """
+        check_whole(0, rank=rank)
         if rank >= self.factor.shape[0]:
             return self
-        kept, dropped = self.factor[: max(rank, 0)], self.factor[max(rank, 0) :]
+        kept, dropped = self.factor[:rank], self.factor[rank:]
         residual = (self.residual + np.square(dropped).sum(0)).astype(np.float32)
         return dataclasses.replace(self, factor=kept, residual=residual, _views={})
 
@@ -253,7 +259,7 @@ class TensorStatistics:
         return cls(rows_seen=rows_seen, spiked=bool(spiked), factor=loadings * deviation, **values)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64, typed=True)
 def gaussian(features: int, mean: float = 0.0, std: float = 1.0) -> TensorStatistics:
     """Independent normal values, for predictions without data.
 
@@ -261,10 +267,10 @@ def gaussian(features: int, mean: float = 0.0, std: float = 1.0) -> TensorStatis
     length at hand when a prediction is made.
 
     Raises:
-        ValueError: `features` or `std` is not positive.
+        ValueError: `features` is no positive whole number, or `std` is not positive.
     """
-    if features < 1 or not std > 0:
-        raise ValueError(f"gaussian: features = {features} and std = {std} must both be positive")
+    if not is_whole(features) or not std > 0:
+        raise ValueError(f"gaussian: features = {features!r} and std = {std} must both be positive, features a whole number")
     from numerics.collect import StatisticsAccumulator
 
     width = min(features, 128)
@@ -295,7 +301,11 @@ def sample(statistics: TensorStatistics, rows: int, rng: np.random.Generator) ->
 
     Returns:
         (rows, features) float32.
+
+    Raises:
+        ValueError: `rows` is no whole number, or negative.
     """
+    check_whole(0, rows=rows)
     deviation = np.sqrt(np.maximum(statistics.second_moment - np.square(statistics.mean), 1e-38))
     noise = rng.standard_normal((rows, statistics.features), np.float32) * np.sqrt(np.maximum(statistics.residual, 0.0))
     shared = rng.standard_normal((rows, statistics.factor.shape[0]), np.float32) @ statistics.factor

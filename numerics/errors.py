@@ -80,6 +80,7 @@ def gemm_error(
     from numerics.quantization import codes_and_values
     from numerics.recipe import Recipe
     from numerics.rounding import cast, check_dense
+    from numerics.sizes import is_whole
 
     recipes = Recipe.parse(recipe_a), Recipe.parse(recipe_b)
     check_dense(a, "a")
@@ -88,8 +89,8 @@ def gemm_error(
         raise ValueError(f"a is {tuple(a.shape)} and b is {tuple(b.shape)}; both must be (rows, K) with the same K")
     if a.device != b.device:
         raise ValueError(f"a is on {a.device} and b on {b.device}; put both on one device")
-    if max_rows is not None and max_rows < 1:
-        raise ValueError(f"max_rows = {max_rows}; it must be at least 1, or None for all rows")
+    if max_rows is not None and not is_whole(max_rows):
+        raise ValueError(f"max_rows = {max_rows!r}; give a whole number, 1 or more, or None for all rows")
     fmt = None if output == "fp32" else get_format(output)
     if fmt is not None and not fmt.signed:
         raise ValueError(f"output = {output!r} has no sign; choose a format of signed values, or fp32")

@@ -17,6 +17,7 @@ import numpy as np
 
 from numerics.distributions import LEVELS, TensorStatistics, sample
 from numerics.normal import normal_cdf, normal_density, normal_quantile
+from numerics.sizes import is_whole
 
 # Draws as wide as the operand, up to a bound.
 _WIDTH = 1024
@@ -26,7 +27,7 @@ _INNER = np.concatenate([[2.0**-26], LEVELS[1:-1], [1 - 2.0**-26]])
 Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64, typed=True)
 def uniform(features: int, low: float = -1.0, high: float = 1.0) -> TensorStatistics:
     """Independent values, uniform between two bounds.
 
@@ -42,7 +43,7 @@ def uniform(features: int, low: float = -1.0, high: float = 1.0) -> TensorStatis
     )
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64, typed=True)
 def student_t(features: int, df: float, scale: float = 1.0) -> TensorStatistics:
     """Independent values of a Student-t distribution times `scale`: tails that fall as a power, |x|^-(df + 1).
 
@@ -64,7 +65,7 @@ def student_t(features: int, df: float, scale: float = 1.0) -> TensorStatistics:
     return _independent(features, lambda rng, shape: scale * rng.standard_t(df, shape), 0.0, scale**2 * df / (df - 2), quantiles)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64, typed=True)
 def log_normal(features: int, sigma: float, scale: float = 1.0, signed: bool = False) -> TensorStatistics:
     """Independent values scale e^(sigma z), z normal; `signed` gives each a sign by chance, as gradients have.
 
@@ -89,7 +90,7 @@ def log_normal(features: int, sigma: float, scale: float = 1.0, signed: bool = F
     return _independent(features, draw, mean, scale**2 * math.exp(2 * sigma**2), quantiles)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64, typed=True)
 def relu(features: int, mean: float = 0.0, std: float = 1.0) -> TensorStatistics:
     """max(x, 0) of independent normal values: a spike at zero, and half a normal.
 
@@ -258,8 +259,8 @@ def _factor(covariance: np.ndarray, what: str) -> np.ndarray:
 
 
 def _check(family: str, features: int, **parameters: Any) -> None:
-    if features < 1:
-        raise ValueError(f"{family}: features = {features}; give at least 1")
+    if not is_whole(features):
+        raise ValueError(f"{family}: features = {features!r}; give a whole number, 1 or more")
     for name, value in parameters.items():
         if not math.isfinite(value):
             raise ValueError(f"{family}: {name} = {value}; give a finite number")

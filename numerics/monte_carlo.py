@@ -14,6 +14,7 @@ import numpy as np
 from numerics.distributions import TensorStatistics, sample
 from numerics.errors import GemmError, gemm_error
 from numerics.recipe import Recipe
+from numerics.sizes import check_shape, is_whole
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,11 @@ def sample_gemm_error(
         ValueError: the orientations differ, a size or count is out of range, or a recipe does not fit the shape.
     """
     a, b = a_distribution, b_distribution
-    if len(shape) != 3 or min(shape) < 1:
-        raise ValueError(f"shape {shape} must be three positive numbers (M, N, K)")
+    check_shape(shape)
     if a.contraction != b.contraction:
         raise ValueError(f"a is contracted along {a.contraction} and b along {b.contraction}; orient both alike")
-    if not 2 <= least_pairs <= pairs:
-        raise ValueError(f"least_pairs = {least_pairs} and pairs = {pairs}; give at least 2, and no more than pairs")
+    if not (is_whole(least_pairs, 2) and is_whole(pairs, least_pairs)):
+        raise ValueError(f"least_pairs = {least_pairs!r} and pairs = {pairs!r}; give whole numbers from 2, no more than pairs")
     if standard_error_db is not None and not standard_error_db > 0:
         raise ValueError(f"standard_error_db = {standard_error_db}; give a positive number, or None")
     import torch

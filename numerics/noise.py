@@ -18,6 +18,7 @@ import numpy.typing as npt
 from numerics.distributions import BINS_PER_OCTAVE, LEVELS, PHASES, PROFILE_BINS, SCOPES, TensorStatistics
 from numerics.formats import Format
 from numerics.recipe import Recipe
+from numerics.sizes import check_whole
 
 Array = npt.NDArray[np.float64]
 
@@ -88,8 +89,10 @@ def operand_noise(statistics: TensorStatistics, recipe: Recipe, rows: int, k: in
             in every scope. Values that it does not reach saturate.
 
     Raises:
-        ValueError: such a recipe comes without it, another one with it, or it is not a number from 2^-16 to 2^16.
+        ValueError: such a recipe comes without it, another one with it, it is not a number from 2^-16 to 2^16, or `rows` or `k`
+            is no positive whole number.
     """
+    check_whole(rows=rows, k=k)
     return _noise(statistics.origin, recipe, *_scope(recipe, rows, k, headroom))
 
 
@@ -142,15 +145,14 @@ def _noises(operands: Sequence[tuple[TensorStatistics, int]], recipe: Recipe, ab
     for place, (statistics, _) in enumerate(operands):
         records.setdefault(statistics, []).append(place)
     sizes = np.array([length for _, length in operands], dtype=np.float64)
-    growth, stay = np.empty(len(sizes)), np.zeros(len(sizes))
+    growth, stay = np.empty(len(sizes)), np.zeros((len(sizes), PROFILE_BINS))
     counts, weights = np.empty((len(sizes), PROFILE_BINS)), np.empty((len(_ORDERS), len(sizes), PROFILE_BINS))
     for statistics, some in records.items():
         counts[some] = count = statistics.profile_counts[scope].astype(np.float64)
         measured = max(float(statistics.profile_lengths[scope]), 1.0)
         growth[some] = _amax_growth(count, measured, sizes[some])
-        # A longer scope's amax holds less of the energy: its square grew by 4^growth, and it stands for more values.
         if above == 0:
-            stay[some] = np.minimum(1.0, 4.0 ** growth[some] * measured / sizes[some])
+            stay[some] = _staying(count, measured, sizes[some], growth[some])
         energy, magnitudes = statistics.profile_energy[scope].astype(np.float64), count * _MAGNITUDES
         by_order = count, magnitudes / max(magnitudes.sum(), 1e-300), energy / max(energy.sum(), 1e-300)
         weights[:, some] = np.stack([by_order[order] for order in _ORDERS])[:, None]
@@ -180,13 +182,16 @@ def _figures(recipe: Recipe, place: Array | None, counts: Array, weights: Array,
         counts: Their profile.
         weights: What its bins weigh in each figure, (figures, operands, bins).
         growth: In octaves.
-        stay: Shares.
+        stay: Shares of each bin, (operands, bins).
     """
+    # Mostly the first alone.
+    most = int(np.flatnonzero(stay.any(0)).max(initial=-1)) + 1
+    stay = stay[:, :most]
 
     def read(half_step: bool, where: Array | None) -> Array:
         curve = _curve(recipe, where, half_step)
         values = curve.mean(_LOW + growth, _HIGH + growth)
-        values[..., 0] = stay * curve.at_amax[:, None] + (1 - stay) * values[..., 0]
+        values[..., :most] = stay * curve.at_amax[:, None, None] + (1 - stay) * values[..., :most]
         return (values * weights).sum(-1).T
 
     if recipe.shared is None or not recipe.shared.pairs or place is None:
@@ -198,6 +203,20 @@ def _figures(recipe: Recipe, place: Array | None, counts: Array, weights: Array,
     below = 1.0 - np.interp(depths, edges[1:], np.cumsum(counts)[:-1])
     halved = float(place @ below) / max(float(place.sum()), 1e-30)
     return halved * read(True, place * below) + (1 - halved) * read(False, place * (1 - below))
+
+
+def _staying(counts: Array, measured: float, lengths: Array, growth: Array) -> Array:
+    """Shares of a profile's bins that are the amax of a scope of another length, (lengths, bins)."""
+    # A longer scope's amax holds less of the energy: its square grew by 4^growth, and it stands for more values.
+    stay = np.zeros((len(lengths), PROFILE_BINS))
+    stay[:, 0] = np.minimum(1.0, 4.0**growth * measured / lengths)
+    # A shorter one's are more of all values: the largest, all where it is alone.
+    short = np.flatnonzero(lengths < measured)
+    if len(short):
+        before = np.cumsum(counts) - counts
+        largest = (counts.sum() / lengths[short, None] - before) / np.maximum(counts, 1e-300)
+        stay[short] = np.clip(largest, 0.0, 1.0)
+    return stay
 
 
 def _amax_growth(counts: Array, measured: float, lengths: Array) -> Array:
@@ -270,7 +289,7 @@ def _curves(recipe: Recipe, half_step: bool) -> tuple[_Curve, ...]:
     for peaks in groups:
         scattered = _errors(peaks[:, None, None] * middle, recipe, half_step)
         errors = [_from_deep_end((error * middle**order).mean((0, 2))) for error, order in zip(scattered, _ORDERS, strict=True)]
-        at_amax = np.array([value.mean() for value in _errors(peaks, recipe, half_step)])
+        at_amax = np.array([value.mean() for value in _errors(_quotients(peaks, recipe), recipe, half_step)])
         curves.append(_Curve(start, np.stack(errors), values, at_amax))
     return tuple(curves)
 
@@ -283,7 +302,6 @@ def _from_deep_end(pieces: np.ndarray) -> np.ndarray:
 def _scaled_amax(recipe: Recipe) -> np.ndarray:
     """Where amax comes to lie on the element's grid: (1, 1), or (16, 8) points of an octave under powers of two."""
     if recipe.scaling == "none":
-        # Wide formats round alike at every size; any place that their range holds will do.
         return np.array([[_unscaled_reference(recipe.element)]])
     if not recipe.is_power_of_two:
         return np.array([[recipe.element.max]])
@@ -298,6 +316,18 @@ def _scaled_amax(recipe: Recipe) -> np.ndarray:
         step = 2.0 ** (fmt.max_exponent - fmt.fraction_bits)
         peaks = np.where(np.rint(peaks / step) * step >= 2.0 ** (fmt.max_exponent + 1), peaks / 2, peaks)
     return peaks
+
+
+def _quotients(peaks: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """What amax over its scale comes to in float32, of an amax that is to lie at these peaks.
+
+    A scale that is no power of two is rounded, and the quotient may lie below the format's max: rounding to nearest mends that,
+    rounding toward zero takes a whole step off.
+    """
+    if recipe.is_power_of_two or recipe.scaling == "none":
+        return peaks
+    amax = np.linspace(1.0, 2.0, 4096, endpoint=False, dtype=np.float32)
+    return (amax / (amax / np.float32(recipe.element.max))).astype(np.float64)
 
 
 def _unscaled_reference(fmt: Format) -> float:
@@ -353,6 +383,10 @@ def _unscaled(statistics: TensorStatistics, recipe: Recipe) -> Array:
     reference = math.log2(_unscaled_reference(recipe.element))
     low = reference - np.log2(outer)
     high = reference - np.log2(np.maximum(inner, outer * 2.0**-4))
+    if recipe.element.max_exponent > _DEEPEST:
+        # A wide format rounds alike in every octave; those that are far from the reference are off the curve.
+        octaves = np.floor(low)
+        low, high = low - octaves, high - octaves
     figures = []
     for values, order in zip(curve.mean(low, high), _ORDERS, strict=True):
         figures.append(float(values @ weights[order]) / (1.0 if order == 0 else float(weights[order].sum())))

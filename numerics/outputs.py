@@ -277,9 +277,16 @@ def densities(outputs: Sequence[Outputs]) -> tuple[Array, Array]:
 
 
 def rounding(outputs: Sequence[Outputs], sizes: Array, output: str) -> Array:
-    """Mean square error of rounding each size of `densities`, relative to the outputs' mean square, (GEMMs, sizes)."""
+    """Mean square error of rounding each size of `densities`, relative to the outputs' mean square, (GEMMs, sizes).
+
+    Below the format's steps an output is lost; beyond its range it saturates, if it has 8 bits or less. Wider ones are taken to
+    hold every output.
+    """
     if output == "fp32":
         return np.zeros(sizes.shape)
+    fmt = get_format(output)
     scale = np.sqrt(np.array([each.power for each in outputs]))[:, None]
-    binade = np.exp2(np.floor(np.log2(sizes * scale)))
-    return np.square(binade * get_format(output).epsilon / scale) / 12.0
+    binade = np.exp2(np.maximum(np.floor(np.log2(sizes * scale)), fmt.min_exponent))
+    error: Array = np.minimum(np.square(binade * fmt.epsilon / scale) / 12.0, np.square(sizes))
+    most = fmt.max / scale
+    return np.where(sizes > most, np.square(sizes - most), error) if fmt.bits <= 8 else error

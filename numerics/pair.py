@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from numerics.errors import MERE_FLOOR
 from numerics.recipe import Recipe
+from numerics.sizes import check_shape, check_whole
 
 if TYPE_CHECKING:
     import torch
@@ -72,8 +73,7 @@ class PairStatistics:
         Raises:
             ValueError: naming the field.
         """
-        if len(self.shape) != 3 or min(self.shape) < 1:
-            raise ValueError(f"pair: shape {self.shape} must be three positive numbers (M, N, K)")
+        check_shape(self.shape, "pair: shape")
         for field in fields(self):
             values = getattr(self, field.name)
             optional = field.name.startswith("coherent") and not values
@@ -112,9 +112,11 @@ class PairStatistics:
         """
         try:
             noise = values["noise"]
-            parts = 4 if noise and all(len(numbers) == 4 for numbers in noise.values()) else 2
+            parts = max((len(numbers) for numbers in noise.values()), default=2)
+            if parts not in (2, 4) or any(len(numbers) != parts for numbers in noise.values()):
+                raise ValueError("pair: noise must hold two numbers a recipe, or four a recipe")
             sides = [tuple(float(numbers[part]) for numbers in noise.values()) for part in range(parts)]
-            shape = tuple(int(size) for size in values["shape"])
+            shape = tuple(values["shape"])
             numbers = (float(values[name]) for name in ("power", "nearness", "rounding"))
             return cls(shape, *numbers, tuple(noise), *sides)  # type: ignore[arg-type, call-arg, misc]
         except (KeyError, TypeError, IndexError, AttributeError) as error:
@@ -134,17 +136,21 @@ def measure_pair(
         each: For a weight gradient, whose K are rows of a batch: the rows of one sample, which may be alike.
 
     Raises:
-        ValueError: there is no batch, shapes do not fit, or a value is not finite.
+        ValueError: there is no batch, shapes do not fit, a value is not finite, or `each` does not divide K.
     """
     import torch
 
     if not batches:
         raise ValueError("a pair is measured on at least one batch")
+    if each is not None:
+        check_whole(each=each)
     signal = independent = nearness = rounding = 0.0
     seen = []
     for a, b in batches:
         if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
             raise ValueError(f"a is {tuple(a.shape)} and b is {tuple(b.shape)}; both must be (rows, K) with the same K")
+        if each is not None and a.shape[1] % each:
+            raise ValueError(f"each = {each} does not divide the {a.shape[1]} rows of a batch; give the rows of one sample")
         a, b = (x.detach().to(torch.float32) for x in (a, b))
         y = a @ b.T
         power = _mean_square(y)

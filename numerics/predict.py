@@ -23,11 +23,13 @@ import numpy.typing as npt
 from numerics.distributions import TensorStatistics
 from numerics.drift import Accumulation, drifts
 from numerics.errors import ACCUMULATIONS, GemmError
+from numerics.formats import get_format
 from numerics.gradient import GradientSignal
 from numerics.noise import operand_noise, operand_noises
 from numerics.pair import PairStatistics
 from numerics.products import Pair, Placed, Products, products_of
 from numerics.recipe import Recipe
+from numerics.sizes import check_shape, is_whole
 
 Array = npt.NDArray[np.float64]
 
@@ -66,9 +68,13 @@ def predict_gemm_error(
         headroom: Of each operand whose recipe has `amax` delayed or given: that amax over the operand's own; values beyond
             it saturate. None for `current`.
 
+    Returns:
+        The error; all but its shares NaN where values beyond the range of a recipe whose `overflow` is `nonfinite` make outputs
+        infinite or NaN.
+
     Raises:
-        ValueError: the orientations differ, a size is not positive, a name is unknown, operands along features come with a
-            signal, or an amax is not the operand's own and its headroom is missing.
+        ValueError: the orientations differ, a size is no positive whole number, a name is unknown, operands along features come
+            with a signal, or an amax is not the operand's own and its headroom is missing.
     """
     request = _Request.of(
         a_distribution, b_distribution, shape, recipe_a, recipe_b, accumulation, signal, pair, output, split_k, headroom
@@ -124,12 +130,16 @@ class _Request(NamedTuple):
         """The request, recipes parsed.
 
         Raises:
-            ValueError: a name is unknown, or `split_k` is not positive.
+            ValueError: a name is unknown, or a size no positive whole number.
         """
-        if split_k < 1:
-            raise ValueError(f"split_k = {split_k}; give the number of parts that K is split into, 1 for none")
+        # Here, not later: True is equal to 1 wherever an answer is looked up.
+        check_shape(shape)
+        if not is_whole(split_k):
+            raise ValueError(f"split_k = {split_k!r}; give the number of parts that K is split into, 1 for none")
         if accumulation not in ACCUMULATIONS:
             raise ValueError(f"unknown accumulation {accumulation!r}; choose one of {', '.join(ACCUMULATIONS)}")
+        if output != "fp32" and not get_format(output).signed:
+            raise ValueError(f"output = {output!r} has no sign; choose a format of signed values, or fp32")
         recipes = Recipe.parse(recipe_a), Recipe.parse(recipe_b)
         return cls(a, b, tuple(shape), *recipes, accumulation, signal, pair, output, split_k, tuple(headroom))
 
@@ -178,6 +188,10 @@ def _predict(requests: Sequence[_Request]) -> list[GemmError]:
         figures = _figures([requests[number] for number in some], groups[group], at, left[some], right[some])
         for number, each, share in zip(some, figures.tolist(), shares[some].tolist(), strict=True):
             found[number] = GemmError(*each, *share)
+    for number in np.flatnonzero(shares[:, 1] > 0).tolist():
+        sides_of = (requests[number].recipe_a, left[number, 4]), (requests[number].recipe_b, right[number, 4])
+        if any(recipe.overflow == "nonfinite" and share > 0 for recipe, share in sides_of):
+            found[number] = GemmError(*[math.nan] * 4, *shares[number].tolist())
     return [found[number] for number in range(len(requests))]
 
 

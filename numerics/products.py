@@ -46,8 +46,6 @@ class Pair(NamedTuple):
         Raises:
             ValueError: as `predict_gemm_error`.
         """
-        if len(self.shape) != 3 or min(self.shape) < 1:
-            raise ValueError(f"shape {self.shape} must be three positive numbers (M, N, K)")
         if self.a.contraction != self.b.contraction:
             raise ValueError(f"a is contracted along {self.a.contraction} and b along {self.b.contraction}; orient both alike")
         m, n, k = self.shape

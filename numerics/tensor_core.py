@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from numerics.sizes import check_shape, is_whole
+
 
 @dataclass(frozen=True)
 class TensorCore:
@@ -67,8 +69,8 @@ def split_parts(k: int, split_k: int, block: int, align: int = 1) -> list[slice]
     Raises:
         ValueError: `split_k` is not positive.
     """
-    if split_k < 1:
-        raise ValueError(f"split_k = {split_k}; give the number of parts that K is split into, 1 for none")
+    if not is_whole(split_k):
+        raise ValueError(f"split_k = {split_k!r}; give the number of parts that K is split into, 1 for none")
     length = max(math.ceil(math.ceil(k // split_k / block) / align), 1) * align * block
     return [slice(start, min(start + length, k)) for start in range(0, k, length)][:split_k]
 
@@ -81,10 +83,9 @@ def estimated_split_k(m: int, n: int, k: int) -> int:
     real number is measured by `python benchmarks/exactness.py`; rowwise kernels do not split.
 
     Raises:
-        ValueError: a size is not positive.
+        ValueError: a size is no positive whole number.
     """
-    if min(m, n, k) < 1:
-        raise ValueError(f"shape (M, N, K) = {(m, n, k)}; sizes must be positive")
+    check_shape((m, n, k))
     blocks = math.ceil(k / 128)
     tiles = min(math.ceil(m / 64) * math.ceil(n / 32), math.ceil(n / 64) * math.ceil(m / 32))
     parts = min(blocks // 20, 132 // tiles)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from numerics.sizes import check_shape
+
 LEVELS = ("exact", "close", "unknown")
 
 
@@ -74,10 +76,10 @@ def fidelity(kernel: str, shape: tuple[int, int, int] | None = None) -> Fidelity
         shape: (M, N, K), to tell where K may be split; None for any.
 
     Raises:
-        ValueError: the shape is not of three positive sizes.
+        ValueError: the shape is not of three positive whole numbers.
     """
-    if shape is not None and (len(shape) != 3 or min(shape) < 1):
-        raise ValueError(f"shape = {shape}; give (M, N, K), all positive")
+    if shape is not None:
+        check_shape(shape)
     if kernel not in _KERNELS:
         return Fidelity("unknown", None, "not compared with the hardware")
     found = _KERNELS[kernel]

@@ -146,7 +146,7 @@ class CollectiveModel:
         # A user's own GPU may be called h100-80gb-hbm3.
         cluster = PRESETS.get(f"hgx_{self.hardware.partition('-')[0]}") if cluster is None else cluster
         asked = frame.reset_index(drop=True)
-        sizes = pd.to_numeric(asked["bytes_per_rank"], errors="coerce").to_numpy(float)
+        sizes = _numbers(asked["bytes_per_rank"])
         if len(sizes) and not (np.isfinite(sizes).all() and sizes.min() > 0):
             raise ValueError("bytes_per_rank must be positive and finite; leave out collectives of nothing")
         defaults: dict[str, str | int] = {"dtype": "bf16", "groups": 1, "dim": 0, "split": "equal", "per_host": 0}
@@ -156,9 +156,9 @@ class CollectiveModel:
         }
         keys = pd.DataFrame({"op": asked["op"], "ranks": asked["ranks"], **columns})
         for name in ("ranks", "groups", "dim", "per_host"):
-            whole = pd.to_numeric(keys[name], errors="coerce")
-            if not ((whole % 1 == 0) & (whole >= (2 if name == "ranks" else 1 if name == "groups" else 0))).all():
-                raise ValueError(f"{name} must be a whole number" + (", 2 or more" if name == "ranks" else " of at least 1"))
+            whole, least = _numbers(keys[name]), {"ranks": 2, "groups": 1}.get(name, 0)
+            if (wrong := ~((whole % 1 == 0) & (whole >= least))).any():
+                raise ValueError(f"{name} = {keys[name][wrong].iloc[0]}; give a whole number, {least} or more")
             keys[name] = whole.astype(int)
         distinct = keys.groupby(list(keys.columns), sort=False).ngroup().to_numpy()
         order = np.argsort(distinct, kind="stable")
@@ -345,6 +345,15 @@ def half_width(errors: npt.ArrayLike, coverage: float = COVERAGE) -> float:
 
 def _listed(values: Iterator[str]) -> str:
     return ", ".join(sorted(set(values)))
+
+
+def _numbers(column: pd.Series) -> Array:
+    """A column as numbers, NaN for what is none: words, and truth values, which pandas would take for 0 and 1."""
+    if column.dtype == bool:
+        return np.full(len(column), np.nan)
+    if column.dtype == object:
+        column = column.map(lambda value: None if isinstance(value, bool) else value)
+    return np.asarray(pd.to_numeric(column, errors="coerce"), dtype=np.float64)
 
 
 def load(hardware: str = "h200", calibration: Path | None = None) -> CollectiveModel:

@@ -20,6 +20,7 @@ from loka_sim.errors import UserError
 from loka_sim.mods.modules import LayerFactory
 from loka_sim.zoo import dcnv2, dlrm, interformer, wukong
 from loka_sim.zoo.common import InputShape
+from numerics.sizes import is_whole
 
 __all__ = ["DEFAULT_BATCH", "MODELS", "NAMES", "InputShape", "build", "canonical", "example_inputs", "input_shape"]
 
@@ -114,10 +115,10 @@ def example_inputs(
         shape: What a sample has; the model's own by default.
 
     Raises:
-        UserError: the zoo has no such model, or the batch is not positive.
+        UserError: the zoo has no such model, or the batch is no positive whole number.
     """
-    if batch < 1:
-        raise UserError(f"batch = {batch}: give a batch of at least 1")
+    if not is_whole(batch):
+        raise UserError(f"batch = {batch}: give a whole number of at least 1")
     entry, _ = _entry(name)
     shape = shape or input_shape(name)
     if torch.device(device).type == "meta":

@@ -397,7 +397,7 @@ def test_broken_spec_files(capsys, spec_file, how, words):
         (["whatif", "no_such_package.model:make"], 2, "no_such_package"),
         (["whatif", "json:no_such_function"], 2, "no_such_function"),
         (["whatif", "wukong", "--batch", "many"], 2, "--batch"),
-        (["whatif", "wukong", "--batch", "-1"], 2, "--batch -1 is not positive"),
+        (["whatif", "wukong", "--batch", "-1"], 2, "--batch -1 is no positive whole number"),
         (["whatif", "wukong", "--hardware", "tpu"], 2, "tpu"),
         (["whatif", "wukong", "--mods", "faster"], 2, "unknown mod 'faster'"),
         (["whatif", "wukong", "--statistics", "nowhere"], 2, "nowhere"),

@@ -158,7 +158,7 @@ def test_compressed_embeddings_are_not_judged_and_that_is_said(made_up, made_up_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gpus": 0}, "--gpus 0 is not positive"),
+        ({"gpus": 0}, "--gpus 0 is no positive whole number"),
         ({"gpus": 12}, "--gpus 12: hosts of hgx_h200 have 8 GPUs; give whole hosts, 8 or 16"),
         ({"gpus": 5000}, "--gpus 5000 is more than can be asked about; give at most 4,096"),
         ({"gpus": 8, "dense": "zero"}, "--dense zero is unknown; choose one of ddp, fsdp, hsdp"),

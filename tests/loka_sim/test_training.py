@@ -177,7 +177,7 @@ def test_the_command_line_writes_what_the_manifest_repeats(tmp_path, capsys):
         (["wukong"], 2, "loka-sim: 'wukong' does not fit into memory; train wukong-small"),
         (["dlrm-small", "--path", "/nowhere"], 3, "loka-sim: Criteo data not found at /nowhere; pass another path or set"),
         (["dlrm-small", "--data", "synthetic", "--mods", "x"], 2, "loka-sim: unknown mod 'x'; choose from"),
-        (["dlrm-small", "--data", "synthetic", "--steps", "0"], 2, "loka-sim: steps = 0: give at least 1"),
+        (["dlrm-small", "--data", "synthetic", "--steps", "0"], 2, "loka-sim: steps = 0: give a whole number of at least 1"),
         (["dlrm-small", "--data", "synthetic", "--collect", "999"], 2, "loka-sim: collect = 999: give 0 to 112"),
         (["dlrm-small", "--data", "synthetic", "--threads", "0"], 2, "loka-sim: threads = 0: give at least 1"),
         (["dlrm-small", "--data", "synthetic", "--rows", "50"], 3, "loka-sim: synthetic has fewer samples than one batch"),
@@ -190,7 +190,7 @@ def test_bad_input_is_one_line(arguments, code, complaint, capsys):
 
 
 def test_a_config_out_of_range_is_refused():
-    with pytest.raises(UserError, match="batch = -1: give at least 1"):
+    with pytest.raises(UserError, match="batch = -1: give a whole number of at least 1"):
         TrainingConfig(batch=-1)
 
 

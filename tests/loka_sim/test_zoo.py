@@ -249,5 +249,5 @@ def test_wrong_names_are_refused_in_one_line():
         zoo.build("wukon")
     with pytest.raises(UserError, match=r"^unknown mod 'nobias'; choose from no_bias, blocknorm, hardswish, all, none$"):
         zoo.build("dlrm-small", mods=("nobias",))
-    with pytest.raises(UserError, match=r"^batch = 0: give a batch of at least 1$"):
+    with pytest.raises(UserError, match=r"^batch = 0: give a whole number of at least 1$"):
         zoo.example_inputs("dlrm-small", 0)

@@ -222,7 +222,7 @@ def test_bf16_refuses_in_one_line():
 
 
 def test_shapes_of_no_size_have_no_parts():
-    with pytest.raises(ValueError, match=r"shape \(M, N, K\) = \(0, 1, 1\); sizes must be positive"):
+    with pytest.raises(ValueError, match=r"shape \(0, 1, 1\) must be three positive whole numbers \(M, N, K\)"):
         estimated_split_k(0, 1, 1)
 
 

@@ -93,7 +93,7 @@ def test_zero_outputs_and_bad_arguments():
     [
         (("x", None, "bf16", "bf16", "fp32"), {}, TypeError, "b must be a torch tensor, got NoneType"),
         (("x", [[1.0]], "bf16", "bf16", "fp32"), {}, TypeError, "b must be a torch tensor, got list"),
-        (("x", "x", "bf16", "bf16", "fp32"), {"max_rows": 0}, ValueError, "max_rows = 0; it must be at least 1, or None"),
+        (("x", "x", "bf16", "bf16", "fp32"), {"max_rows": 0}, ValueError, "max_rows = 0; give a whole number"),
         (("x", "x", "bf16", "bf16", "fp32"), {"output": "e8m0"}, ValueError, "output = 'e8m0' has no sign"),
         (("x", "x", "bf16", "bf16", "fp32"), {"output": "bf17"}, ValueError, "unknown format 'bf17'"),
         (("x", "x", "e4m3/rowwise;amax=given", "bf16", "fp32"), {}, ValueError, "use amax='current' in e4m3/rowwise;amax=given"),

@@ -120,7 +120,7 @@ def test_sampling_states_its_error_and_repeats():
     [
         (lambda: student_t(8, 2.0), "df = 2.0"),
         (lambda: student_t(8, np.nan), "df = nan; give a finite number"),
-        (lambda: student_t(0, 3.0), "features = 0; give at least 1"),
+        (lambda: student_t(0, 3.0), "features = 0; give a whole number, 1 or more"),
         (lambda: log_normal(8, 9.0), "sigma = 9.0"),
         (lambda: uniform(8, 1.0, 0.0), "give bounds that rise"),
         (lambda: relu(8, -9.0), "a mean of at least -3 std"),

@@ -116,6 +116,9 @@ def test_store_and_refusals():
         PairStatistics((1, 2, 3), 1.0, 1.0, 1e-5, ("bf16",), (1.0, 2.0, 3.0), (1.0,))
     with pytest.raises(ValueError, match="power is -1.0; it must be finite and not negative"):
         PairStatistics((1, 2, 3), -1.0, 1.0, 1e-5, (), (), ())
+    mixed = {**pair.to_dict(), "noise": {"bf16": [1.0, 1.0], "e4m3/rowwise": [1.0, 1.0, 0.0, 0.0]}}
+    with pytest.raises(ValueError, match="noise must hold two numbers a recipe, or four a recipe"):
+        PairStatistics.from_dict(mixed)
     with pytest.raises(ValueError, match="pair: KeyError 'noise'"):
         PairStatistics.from_dict({})
 

@@ -199,7 +199,7 @@ def test_errors_name_what_is_wrong():
     kernel = ("e4m3/rowwise", "e4m3/rowwise", "hopper_fast")
     with pytest.raises(ValueError, match="orient both alike"):
         predict_gemm_error(a, a.along_rows(), (8, 8, 64), *kernel)
-    with pytest.raises(ValueError, match="three positive numbers"):
+    with pytest.raises(ValueError, match="three positive whole numbers"):
         predict_gemm_error(a, a, (8, 0, 64), *kernel)
     with pytest.raises(ValueError, match="unknown accumulation 'fast'"):
         predict_gemm_error(a, a, (8, 8, 64), *kernel[:2], "fast")
