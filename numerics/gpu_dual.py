@@ -224,10 +224,10 @@ def _launch(
     height, width, warps = _CAST if tensorwise else _LINES if lines else _TURNED if blocks and codes is None else _BLOCK
     pairs = gpu_pairs.supports(x, recipe)
     with gpu.on(x.device):
-        if pairs and _in_one_launch(x, recipe, codes, turned, scales, turned_scales, flag, constants):
+        if pairs and (blocks or (lines and codes is not None and gpu_tiles.takes_lines(x))):
+            gpu_tiles.quantize(x, codes, turned, scales, turned_scales, flag, constants, lines=lines)
             return flag is None or not int(flag)
-        if pairs and blocks:
-            gpu_tiles.quantize(x, codes, turned, scales, turned_scales, flag, constants, lines=False)
+        if pairs and _in_one_launch(x, recipe, codes, turned, scales, turned_scales, flag, constants):
             return flag is None or not int(flag)
         if tensorwise:
             amax = gpu.tensor_amax(x)

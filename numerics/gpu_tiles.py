@@ -25,14 +25,21 @@ _LOW_MAGNITUDE = tl.constexpr(0x7FFF)
 _LARGER = tl.constexpr("max.u16x2 $0, $1, $2;")
 # Rows of a tile: those of a block of a column.
 _ROWS = 128
-# Words, warps and registers a thread of a cast into both layouts, and into the transpose alone; of a search for maxima.
-_BOTH = (64, 4, 168)
-_TURNED = (32, 2, 0)
-_LINES_BOTH = (64, 4, 168)
-_LINES_TURNED = (32, 4, 0)
-_SEARCH = (64, 4, 0)
+# Words of a tile, warps and registers a thread of a program, and whether its threads share the work on scales: of casts into both
+# layouts and into the transpose alone under scales of blocks, and of one under those of lines. The fastest on an H200.
+_BOTH = (64, 4, 168, False)
+_TURNED = (32, 4, 0, True)
+_LINES = (64, 4, 168, True)
+# Words and warps of a search for maxima.
+_SEARCH = (64, 8)
+# Values, and tiles down or across, up to which two launches of these kernels are faster than others where lines have scales:
+# every program reduces what was found in all tiles of its lines.
+_MOST_VALUES, _MOST_TILES = 2**23, 64
 # Maxima of a line that a program reduces at once.
 _PARTS = 16
+
+# Nothing is gained by kernels of their own for 1 tile or 16.
+_COUNTS = ["wide", "tall", "across_parts", "down_parts"]
 
 
 @triton.jit
@@ -98,12 +105,12 @@ def lines_largest(parts, step, count, inside, LINES: tl.constexpr, PARTS: tl.con
     return largest(found, 0, HALVES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_COUNTS)
 def search_kernel(
     x, row_parts, column_parts, quarter, words, x_stride, wide,
     HALVES: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A tile's largest magnitudes: column_parts[down, pair of columns] and, where wanted, row_parts[across, pair of rows]."""
+    """A tile's largest magnitudes: row_parts[across, pair of rows] and column_parts[down, pair of columns], two a word."""
     down = tl.program_id(0) // wide
     across = tl.program_id(0) - down * wide
     group = down * (ROWS // 4) + tl.arange(0, ROWS // 4)
@@ -113,25 +120,25 @@ def search_kernel(
     w0, w1, w2, w3 = words_of(x + (4 * group.to(tl.int64))[:, None] * x_stride + column[None, :], x_stride, mask)
     both = columns_largest(w0, w1, w2, w3, HALVES)
     tl.store(column_parts + down.to(tl.int64) * words + column, both, mask=in_column)
-    if row_parts is not None:
-        low = tl.join(row_largest(w0, HALVES), row_largest(w2, HALVES)) >> 16
-        pairs = low | tl.join(row_largest(w1, HALVES), row_largest(w3, HALVES))
-        pair = 2 * group.to(tl.int64)[:, None] + tl.arange(0, 2)[None, :]
-        tl.store(row_parts + across.to(tl.int64) * 2 * quarter + pair, pairs, mask=in_row[:, None])
+    low = tl.join(row_largest(w0, HALVES), row_largest(w2, HALVES)) >> 16
+    pairs = low | tl.join(row_largest(w1, HALVES), row_largest(w3, HALVES))
+    pair = 2 * group.to(tl.int64)[:, None] + tl.arange(0, 2)[None, :]
+    tl.store(row_parts + across.to(tl.int64) * 2 * quarter + pair, pairs, mask=in_row[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_COUNTS)
 def cast_kernel(
     x, row_parts, column_parts, codes, turned, scales, turned_scales, flag, quarter, words, x_stride, wide, tall, across_parts,
-    down_parts, LINES: tl.constexpr, PARTS: tl.constexpr, HALVES: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, C: tl.constexpr,
+    down_parts, LINES: tl.constexpr, ONCE: tl.constexpr, PARTS: tl.constexpr, HALVES: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """One of `tall` x `wide` tiles of ROWS x 2 WIDTH values into its transpose and, where `codes` is given, as it lies.
 
     The scales are those of the tile's own rows and columns, or, with LINES, of the matrix's, of which `search_kernel` found
     `across_parts` maxima of every row and `down_parts` of every column. `words` and `x_stride` count pairs of columns,
     `quarter` rows by four; with EVEN no tile goes beyond them. Tiles are visited from the end: what was searched last, the L2
-    still holds.
+    still holds. Every thread that casts values of a line works out its scale, or, with ONCE, one thread does: what is gathered
+    is spread over all threads, and gathered back by those that need it.
     """
     tile = tall * wide - 1 - tl.program_id(0)
     down = tile // wide
@@ -150,26 +157,32 @@ def cast_kernel(
     if flag is not None:
         report(flag, tl.max(tl.maximum(odd, even), 0))
     if codes is not None:
-        # As [group, row & 1, row >> 1].
+        # Rows as [group, row & 1, row >> 1].
+        index = tl.arange(0, ROWS)
+        line = (index & -4) + ((index >> 1) & 1) + 2 * (index & 1)
         if LINES:
             pair = 2 * down * (ROWS // 4) + tl.arange(0, ROWS // 2)
             pairs = lines_largest(row_parts + pair, 2 * quarter, across_parts, pair < 2 * quarter, ROWS // 2, PARTS, HALVES)
-            pairs = tl.reshape(pairs, (ROWS // 4, 2))
-            bits = tl.permute(tl.join(pairs << 16, pairs & _HIGH_MAGNITUDE), (0, 2, 1))
+            bits = tl.gather(tl.reshape(tl.join(pairs << 16, pairs & _HIGH_MAGNITUDE), (ROWS,)), line, 0)
         else:
             first_two = tl.join(row_largest(w0, HALVES), row_largest(w1, HALVES))
             bits = tl.join(first_two, tl.join(row_largest(w2, HALVES), row_largest(w3, HALVES)))
+            bits = tl.reshape(bits, (ROWS,))
+            if ONCE:
+                bits = tl.gather(bits, index, 0)
         scale, first, second = scale_and_inverse(bits, C)
-        slot = row[:, None, None] + tl.arange(0, 2)[None, :, None] + 2 * tl.arange(0, 2)[None, None, :]
+        place = down * ROWS + line
         if LINES:
             if across == 0:
-                tl.store(scales + slot, scale, mask=in_row[:, None, None])
+                tl.store(scales + place, scale, mask=place < 4 * quarter)
         else:
-            tl.store(scales + slot * wide + across, scale)
-        left, right = tl.split(first)
+            tl.store(scales + place.to(tl.int64) * wide + across, scale)
+        if ONCE:
+            first, second = tl.gather(first, index, 0), tl.gather(second, index, 0)
+        left, right = tl.split(tl.reshape(first, (ROWS // 4, 2, 2)))
         f0, f1 = tl.split(left)
         f2, f3 = tl.split(right)
-        left, right = tl.split(second)
+        left, right = tl.split(tl.reshape(second, (ROWS // 4, 2, 2)))
         s0, s1 = tl.split(left)
         s2, s3 = tl.split(right)
         target = codes + row[:, None] * words + column[None, :]
@@ -177,21 +190,31 @@ def cast_kernel(
         store_row(target + words, mask, w1, f1[:, None], s1[:, None], C)
         store_row(target + 2 * words, mask, w2, f2[:, None], s2[:, None], C)
         store_row(target + 3 * words, mask, w3, f3[:, None], s3[:, None], C)
-    scale, first, second = scale_and_inverse(even, C)
-    next_scale, next_first, next_second = scale_and_inverse(odd, C)
+    bits = tl.reshape(tl.join(even, odd), (2 * WIDTH,))
+    index = tl.arange(0, 2 * WIDTH)
+    if ONCE:
+        bits = tl.gather(bits, index, 0)
+    scale, first, second = scale_and_inverse(bits, C)
+    place = 2 * across * WIDTH + index
     if LINES:
         if down == 0:
-            tl.store(turned_scales + 2 * column, scale, mask=in_column)
-            tl.store(turned_scales + 2 * column + 1, next_scale, mask=in_column)
+            tl.store(turned_scales + place, scale, mask=place < 2 * words)
     else:
-        slots = turned_scales + 2 * column.to(tl.int64) * tall + down
-        tl.store(slots, scale)
-        tl.store(slots + tall, next_scale)
+        tl.store(turned_scales + place.to(tl.int64) * tall + down, scale)
+    if ONCE:
+        first, second = tl.gather(first, index, 0), tl.gather(second, index, 0)
+    first, next_first = tl.split(tl.reshape(first, (WIDTH, 2)))
+    second, next_second = tl.split(tl.reshape(second, (WIDTH, 2)))
     goal = turned + 2 * column.to(tl.int64)[:, None] * quarter + group[None, :]
     turned_mask = None if EVEN else in_column[:, None] & in_row[None, :]
     store_turned(
         goal, quarter, turned_mask, w0, w1, w2, w3, first[None, :], second[None, :], next_first[None, :], next_second[None, :], C
     )  # fmt: skip
+
+
+def takes_lines(x: torch.Tensor) -> bool:
+    """Whether both layouts under scales of lines are cast fastest by these kernels."""
+    return x.numel() <= _MOST_VALUES and max(cdiv(x.shape[0], _ROWS), cdiv(x.shape[1], 128)) <= _MOST_TILES
 
 
 def quantize(
@@ -215,7 +238,7 @@ def quantize(
         turned_scales: Written: of columns or of their blocks.
         flag: Raised where a value is not finite.
         constants: Of the recipe.
-        lines: Whole rows and columns have a scale, not 128 values of them.
+        lines: Whole rows and columns have a scale, not 128 values of them; with `codes` alone.
     """
     rows, columns = x.shape
     quarter, words, stride = rows // 4, columns // 2, x.stride(0) // 2
@@ -223,28 +246,24 @@ def quantize(
     row_parts = column_parts = None
     across_parts = down_parts = 0
     if lines:
-        width, warps, registers = _SEARCH
+        width, warps = _SEARCH
         across_parts, down_parts = cdiv(words, width), cdiv(rows, _ROWS)
-        heads = across_parts * 2 * quarter if codes is not None else 0
-        parts = torch.empty(heads + down_parts * words, dtype=torch.int32, device=x.device)
-        row_parts, column_parts = parts if heads else None, parts[heads:]
+        parts = torch.empty(across_parts * 2 * quarter + down_parts * words, dtype=torch.int32, device=x.device)
+        row_parts, column_parts = parts, parts[across_parts * 2 * quarter :]
         search_kernel[(across_parts * down_parts,)](
             x.view(torch.int32), row_parts, column_parts, quarter, words, stride, across_parts, HALVES=halves,
-            EVEN=rows % _ROWS == 0 and words % width == 0, ROWS=_ROWS, WIDTH=width, **_options(x, warps, registers),
+            EVEN=rows % _ROWS == 0 and words % width == 0, ROWS=_ROWS, WIDTH=width, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
-    width, warps, registers = (_LINES_BOTH if lines else _BOTH) if codes is not None else (_LINES_TURNED if lines else _TURNED)
+    width, warps, registers, once = _LINES if lines else _BOTH if codes is not None else _TURNED
+    options: dict[str, Any] = {"maxnreg": registers} if registers and x.is_cuda else {}
     wide, tall = cdiv(words, width), cdiv(rows, _ROWS)
     cast_kernel[(wide * tall,)](
         x.view(torch.int32), row_parts, column_parts, None if codes is None else codes.view(torch.int16),
         turned.view(torch.int32), scales, turned_scales, flag, quarter, words, stride, wide, tall, across_parts, down_parts,
-        LINES=lines, PARTS=min(_PARTS, next_power_of_2(max(across_parts, down_parts))), HALVES=halves,
-        EVEN=rows % _ROWS == 0 and words % width == 0, ROWS=_ROWS, WIDTH=width, C=constants, **_options(x, warps, registers),
+        LINES=lines, ONCE=once, PARTS=min(_PARTS, next_power_of_2(max(across_parts, down_parts))), HALVES=halves,
+        EVEN=rows % _ROWS == 0 and words % width == 0, ROWS=_ROWS, WIDTH=width, C=constants, num_warps=warps,
+        enable_fp_fusion=False, **options,
     )  # fmt: skip
-
-
-def _options(x: torch.Tensor, warps: int, registers: int) -> dict[str, Any]:
-    own = {"maxnreg": registers} if registers and x.is_cuda else {}
-    return {"num_warps": warps, "enable_fp_fusion": False, **own}
 
 
 @functools.cache

@@ -64,6 +64,16 @@ def test_tensors_of_more_tiles_than_programs(shape):
     assert_is(quantize_transposed(x, "tensorwise"), x.t(), "tensorwise")
 
 
+@pytest.mark.parametrize("shape", [(8192, 1024), (8196, 1022), (1024, 8192), (1020, 8194), (4096, 2052), (260, 130)])
+def test_both_layouts_under_scales_of_lines(shape):
+    """In two launches where few tiles share a line, in three where many do."""
+    x = torch.randn(shape, device="cuda").mul(torch.randn(shape[0], 1, device="cuda").exp()).bfloat16()
+    x[3] = 0
+    row_major, turned = quantize_dual(x, "rowwise")
+    assert_is(row_major, x, "rowwise")
+    assert_is(turned, x.t(), "rowwise")
+
+
 def test_delayed_returns_the_new_amax():
     for shape in ((1, 1), (4096, 2048), (333, 17)):
         x = torch.randn(shape, device="cuda").bfloat16()

@@ -303,6 +303,27 @@ def test_both_layouts_of_bfloat16_two_at_a_time(fmt, scaling):
 
 
 @interpreted
+@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize("shape", [(2180, 34), (36, 2200)])
+def test_both_layouts_under_scales_of_lines_of_many_tiles(shape, tiled, monkeypatch):
+    """The maxima of 18 tiles, more than a program reduces at once; of yet more, a launch of its own reduces them."""
+    from numerics import gpu_tiles
+    from numerics.gpu_dual import quantize_dual
+
+    monkeypatch.setattr(gpu_tiles, "_MOST_TILES", 18 if tiled else 17)
+    x = draw(shape, torch.bfloat16, 17, 3.0)
+    with mock.patch.object(gpu_tiles, "quantize", wraps=gpu_tiles.quantize) as used:
+        made = quantize_dual(x, "e4m3/rowwise")
+    assert used.called is tiled
+    for got, source in zip(made, (x, x.t()), strict=True):
+        wanted = in_torch(quantize, source.contiguous(), "e4m3/rowwise")
+        assert torch.equal(got.codes, wanted.codes) and torch.equal(got.scales, wanted.scales)
+    x[-1, -1] = torch.nan
+    with pytest.raises(ValueError, match="not finite"):
+        quantize_dual(x, "e4m3/rowwise")
+
+
+@interpreted
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("scaling", ["rowwise", "block1x128", "block128x128"])
 def test_bfloat16_as_it_lies_two_at_a_time(fmt, scaling):
