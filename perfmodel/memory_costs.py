@@ -18,7 +18,7 @@ import numpy.typing as npt
 from perfmodel.data_folder import data_folder
 from perfmodel.hardware import HardwareSpec
 from perfmodel.kernels import KERNELS
-from perfmodel.memory_plan import Columns, plan, run_height
+from perfmodel.memory_plan import Columns, few_lines, plan, run_height
 from perfmodel.roofline import moved_bytes
 
 Array = npt.NDArray[np.float64]
@@ -50,6 +50,9 @@ def terms(kernel: str, m: Array, k: Array, hardware: HardwareSpec) -> Columns:
             found |= {name: launch[name], f"{name}_bytes": launch[name] * taken}
     if "odd" in launch:
         found["odd_rows"] = launch["odd"] * m / 1e4
+    if kernel == "loka/quantize_rowwise_dual":
+        # A launch apart that makes scales of maxima.
+        found["apart"] = (~few_lines(m.astype(np.int64), k.astype(np.int64))).astype(float)
     if kernel == "loka/quantize_rowwise":
         found |= _narrow_runs(m, k, launch, moved)
     if "unmasked" in launch:

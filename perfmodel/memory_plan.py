@@ -134,10 +134,25 @@ def _odd(rows: Whole, columns: Whole) -> Columns:
     return {"odd": (columns % 2 > 0).astype(float), "copied": (rows % 4 > 0).astype(float)}
 
 
-def _tiles(rows: Whole, columns: Whole, at_once: int) -> Columns:
-    """Tiles of 128 x 128, of which the programs that run at once may take several."""
-    tiles = _ceil(rows, 128) * _ceil(columns, 128)
-    return _programs(tiles, at_once, fill=rows * columns / (tiles * 128 * 128), **_odd(rows, columns))
+def _tiles(rows: Whole, columns: Whole, at_once: int, wide: int = 128) -> Columns:
+    """Tiles of 128 rows, 128 or `wide` columns each, of which the programs that run at once may take several."""
+    tiles = _ceil(rows, 128) * _ceil(columns, wide)
+    return _programs(tiles, at_once, fill=rows * columns / (tiles * 128 * wide), **_odd(rows, columns))
+
+
+def few_lines(rows: Whole, columns: Whole) -> npt.NDArray[np.bool_]:
+    """Where programs of a cast reduce the maxima of all tiles of their lines (`numerics.gpu_tiles.takes_lines`)."""
+    small = (rows * columns <= 2**23) & (np.maximum(_ceil(rows, 128), _ceil(columns, 128)) <= 64)
+    return small & (rows % 4 == 0) & (columns % 2 == 0)
+
+
+def _both_of_lines(rows: Whole, columns: Whole) -> Columns:
+    """Both layouts under scales of lines: a search and a cast of tiles, or a launch apart that makes scales of maxima."""
+    few, tiles = few_lines(rows, columns), _tiles(rows, columns, 3)
+    down, across = _ceil(rows, 128).astype(float), _ceil(columns, 128).astype(float)
+    searched = {**tiles, "down": down, "across": across, "chunk": np.full_like(down, 128), "line_fill": tiles["fill"]}
+    apart = {**_tiles(rows, columns, 2), **_lines(rows, columns)}
+    return {name: np.where(few, searched[name], column) for name, column in apart.items()}
 
 
 def _strips(rows: Whole, columns: Whole) -> Columns:
@@ -182,7 +197,11 @@ def _loka(what: str, rows: Whole, columns: Whole) -> Columns:
         # Words of two columns are what strips are made of: an odd number of them goes the way of both layouts.
         return {**_strips(rows, columns), **{name: odd_columns * count for name, count in _lines(rows, columns).items()}}
     if what == "rowwise_dual":
-        return {**_tiles(rows, columns, 2), **_lines(rows, columns)}
+        return _both_of_lines(rows, columns)
+    if what == "block1x128_dual":
+        return _tiles(rows, columns, 3)
+    if what == "block1x128_transposed":
+        return _tiles(rows, columns, 4, wide=64)
     return _tiles(rows, columns, 2)
 
 
@@ -216,7 +235,7 @@ _OF_CUT = {
     "quantize_rowwise_transposed": (1, 3), "bias_backward": (1, 2), "layernorm_backward": (2, 4), "rmsnorm_backward": (2, 3),
     "layernorm_forward": (1, 2), "rmsnorm_forward": (1, 2),
 }  # fmt: skip
-_OF_CALL = {"torch/quantize_block1x128_transposed": 2, "loka/quantize_rowwise_dual": 3, "fbgemm/quantize_tensorwise": 2}
+_OF_CALL = {"torch/quantize_block1x128_transposed": 2, "fbgemm/quantize_tensorwise": 2}
 
 
 def launches(kernels: Iterable[str], m: npt.ArrayLike, k: npt.ArrayLike) -> Array:
@@ -230,6 +249,8 @@ def launches(kernels: Iterable[str], m: npt.ArrayLike, k: npt.ArrayLike) -> Arra
         index = np.flatnonzero(names == name)
         library, _, what = name.partition("/")
         found[index] = _OF_CALL.get(name, 1)
+        if name == "loka/quantize_rowwise_dual":
+            found[index] = 3.0 - few_lines(rows[index].astype(np.int64), columns[index].astype(np.int64))
         if library == "torch" and what in _OF_CUT:
             known = plan(name, rows[index], columns[index])
             parts = next(known[column] for column in known if column.endswith("_parts"))

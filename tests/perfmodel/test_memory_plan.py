@@ -46,6 +46,8 @@ def test_reductions_are_cut_as_torch_cuts_them(rule):
 class Recorded:
     """Stands in for a Triton kernel: keeps the grid of its launch."""
 
+    grid = None
+
     def __getitem__(self, grid):
         self.grid = grid
         return lambda *arguments, **options: setattr(self, "options", options)
@@ -82,8 +84,45 @@ def test_strips_are_shared_as_planned(monkeypatch, rows, columns):
 
 
 def test_launches_of_a_call():
-    names = ["torch/relu_forward", "torch/quantize_tensorwise", "torch/quantize_tensorwise", "loka/quantize_rowwise_dual", "x/y"]
-    assert launches(names, [4096, 8, 4096, 64, 1], [1024, 64, 4096, 64, 1]).tolist() == [1, 1, 3, 3, 1]
+    names = ["torch/relu_forward", "torch/quantize_tensorwise", "torch/quantize_tensorwise", "x/y"]
+    assert launches(names, [4096, 8, 4096, 1], [1024, 64, 4096, 1]).tolist() == [1, 1, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "rows", "columns", "expected"),
+    [
+        ("rowwise_dual", 2048, 4096, 2), ("rowwise_dual", 2052, 4096, 3), ("rowwise_dual", 8192, 130, 2),
+        ("rowwise_dual", 8196, 130, 3), ("rowwise_dual", 100, 8194, 3),
+        ("block1x128_dual", 256, 384, 1), ("block1x128_transposed", 256, 384, 1),
+    ],
+)  # fmt: skip
+def test_tiles_are_launched_as_planned(monkeypatch, kernel, rows, columns, expected):
+    from numerics import gpu, gpu_dual, gpu_pairs, gpu_tiles
+    from numerics.recipe import Recipe
+
+    recorded = [Recorded() for _ in range(4)]
+    for module, name, kernel_of in zip(
+        (gpu_tiles, gpu_tiles, gpu_pairs, gpu),
+        ("search_kernel", "cast_kernel", "pair_kernel", "line_amax_kernel"),
+        recorded,
+        strict=True,
+    ):
+        monkeypatch.setattr(module, name, kernel_of)
+    monkeypatch.setattr(gpu, "line_scale_kernel", Recorded())
+    monkeypatch.setattr(gpu, "converts", lambda device: True)
+    x = torch.zeros(rows, columns, dtype=torch.bfloat16)
+    turned, scaling = torch.zeros(columns, rows, dtype=torch.uint8), kernel.partition("_")[0]
+    codes, every = (
+        (torch.zeros(rows, columns, dtype=torch.uint8) if kernel.endswith("dual") else None),
+        torch.zeros(rows + columns),
+    )
+    recipe = Recipe.parse(f"e4m3/{scaling}")
+    gpu_dual._launch(x, recipe, codes, turned, every, every[:rows], every[rows:], False)
+    known = planned(f"loka/quantize_{kernel}", rows, columns)
+    search, cast, pairs, amax = ([] if used.grid is None else [used.grid] for used in recorded)
+    assert launches([f"loka/quantize_{kernel}"], [rows], [columns]).tolist() == [expected]
+    assert (cast or pairs) == [(known["programs"],)]
+    assert bool(search) == (expected == 2) and bool(pairs) == bool(amax) == (expected == 3)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(64, 13), (192, 13), (3, 27), (4096, 127), (5, 6045), (262144, 1), (1, 2275)])
