@@ -35,7 +35,7 @@ from loka_sim.fp8_step import taken
 from loka_sim.modelspec import Fused
 from loka_sim.validation.runnable import TABLE_ROWS
 from loka_sim.whatif import WhatIf, whatif
-from loka_sim.whole_step import counted_products, described, launched, log_loss, table_gradient
+from loka_sim.whole_step import batched_products, described, launched, log_loss, table_gradient
 from perfmodel.fused import COLUMNS
 from perfmodel.in_step import VECTOR, family, is_counted
 from perfmodel.kernels import KERNELS
@@ -211,8 +211,8 @@ def _lie(name: str) -> str:
 
 
 def counted(answer: WhatIf, kernels: Sequence[Fused], gemms: Sequence[tuple[str, Row]]) -> tuple[int, int]:
-    """GPU kernels of a step, and how many of its GEMMs are batched products that cuBLAS counts."""
-    return launched([*kernels, *log_loss()], answer.spec.batch) + len(gemms), counted_products(answer.spec)
+    """GPU kernels of a step, and how many of its GEMMs are batched products."""
+    return launched([*kernels, *log_loss()], answer.spec.batch) + len(gemms), batched_products(answer.spec)
 
 
 def recounted(table: pd.DataFrame) -> pd.DataFrame:

@@ -40,7 +40,7 @@ STEP_CALL_US, CALL_US = 1355.0, 19.6
 CALLED_LOW, CALLED_HIGH = 0.90, 1.55
 
 
-GAP = "gap"
+GAP, UNEVEN = "gap", "uneven"
 # torch's own kernel that adds at indices, behind one that copies what it adds to: microseconds a million values
 # (the interaction of two InterFormers, 0.3 to 4.1 million values: 4.3 to 36 us).
 INDEX_ADD, ADD_US = "index_add", 8.2
@@ -58,6 +58,7 @@ class Other:
         count: Their number.
         time: Of all of them together.
         measured: Learned from measured kernels of the kind; else from the bandwidth alone.
+        launches: GPU kernels that all of them are (`launched`); None for one each.
     """
 
     phase: str
@@ -67,6 +68,7 @@ class Other:
     count: int
     time: Time
     measured: bool
+    launches: int | None = None
 
     def pieces(self) -> list[Piece]:
         """As the timeline takes them."""
@@ -183,8 +185,8 @@ def others(kernels: Sequence[Fused], batch: int, model: FusedModel) -> list[Othe
         added = ADD_US * np.maximum(read - written, 0) / 2e6
         ends[adds] = (2.0 + 2 * written / (model.hardware.copy_bandwidth_tbs * 1e6) + added)[:, None] * (1.0, 0.7, 1.4)
     return [
-        Other(k.phase, k.kind, k.label, int(size), k.count, Time(*(k.count * end).tolist()), bool(known))
-        for k, size, end, known in zip(kernels, moved, ends, measured, strict=True)
+        Other(k.phase, k.kind, k.label, int(size), k.count, Time(*(k.count * end).tolist()), bool(known), int(number))
+        for k, size, end, known, number in zip(kernels, moved, ends, measured, _launches(kernels, rows), strict=True)
     ]
 
 
@@ -306,15 +308,17 @@ def launched(kernels: Iterable[Fused], batch: int) -> int:
     """GPU kernels that fused ones are: cut reductions are several, and what adds at indices copies first what it adds to."""
     every = list(kernels)
     sizes = [described(kernel, batch) for kernel in every]
-    columns = ([size[name] for size in sizes] for name in ("kind", "kept", "reduced", "written_bytes"))
-    counts = np.array([kernel.count * (1 + (kernel.label == INDEX_ADD)) for kernel in every], dtype=np.int64)
-    return int((counts * stages(*columns)).sum())
+    return int(_launches(every, {name: [size[name] for size in sizes] for name in sizes[0]}).sum()) if every else 0
 
 
-def counted_products(spec: ModelSpec, passes: Container[str] = PASSES) -> int:
-    """Batched products of a step that cuBLAS counts (`perfmodel.in_step.is_counted`)."""
-    gemms = [gemm for site in spec.sites for name, gemm in site.passes.items() if name in passes]
-    return sum(bool(is_counted(BATCHED, *gemm.shape(spec.batch))) for gemm in gemms if gemm.groups.at(spec.batch) > 1)
+def _launches(kernels: Sequence[Fused], rows: Mapping[str, Sequence[Any]]) -> np.ndarray:
+    counts = np.array([kernel.count * (1 + (kernel.label == INDEX_ADD)) for kernel in kernels], dtype=np.int64)
+    return counts * stages(*(rows[name] for name in ("kind", "kept", "reduced", "written_bytes")))
+
+
+def batched_products(spec: ModelSpec, passes: Container[str] = PASSES) -> int:
+    """Products of a step that are many in one."""
+    return sum(gemm.groups.at(spec.batch) > 1 for site in spec.sites for name, gemm in site.passes.items() if name in passes)
 
 
 def gaps(kernels: Iterable[Fused], spec: ModelSpec, model: InStep | None) -> list[Other]:
@@ -326,7 +330,7 @@ def gaps(kernels: Iterable[Fused], spec: ModelSpec, model: InStep | None) -> lis
     for phase, passes in ((FORWARD, {"output"}), (BACKWARD, set(PASSES) - {"output"})):
         count = sum(len(passes & set(site.passes)) for site in spec.sites)
         count += launched([kernel for kernel in every if kernel.phase == phase], spec.batch)
-        us = count * model.gap_us + counted_products(spec, passes) * model.batched_gap_us
+        us = count * model.gap_us + batched_products(spec, passes) * model.batched_gap_us
         if us:
             found.append(Other(phase, GAP, "between kernels of a CUDA graph", 0, 1, Time(us, 0.5 * us, 1.5 * us), True))
     return found
@@ -349,7 +353,7 @@ def uneven_gradients(spec: ModelSpec, hardware: HardwareSpec, model: FusedModel)
     inside = [between.gemms(np.zeros(len(sizes)), us) * us for us in (across, alone)]
     us = float(np.maximum(inside[0] - inside[1], 0.0).sum())
     label = "weight gradients of features that lie unevenly"
-    return [Other(BACKWARD, "uneven", label, 0, 1, Time(us, 0.3 * us, 2.0 * us), True)] if us > 1 else []
+    return [Other(BACKWARD, UNEVEN, label, 0, 1, Time(us, 0.3 * us, 2.0 * us), True)] if us > 1 else []
 
 
 def of_step(
@@ -378,6 +382,7 @@ def of_step(
 
 def called(found: Iterable[Other], gemms: int) -> Time:
     """What a host takes to launch a step's forward and backward kernel by kernel, without a CUDA graph."""
-    launched = sum(other.count for other in found if other.phase in (FORWARD, BACKWARD) and other.kind != GAP)
-    us = STEP_CALL_US + CALL_US * (gemms + launched)
+    beside = [other for other in found if other.phase in (FORWARD, BACKWARD) and other.kind not in (GAP, UNEVEN)]
+    number = sum(other.count if other.launches is None else other.launches for other in beside)
+    us = STEP_CALL_US + CALL_US * (gemms + number)
     return Time(us, CALLED_LOW * us, CALLED_HIGH * us)

@@ -4,7 +4,7 @@ Alone a kernel was timed from cold caches (`python -m hil.fused`), or, if a GEMM
 bound. In a step what it reads was often just written and lies in the L2, and a GEMM stands between kernels that need less power.
 How much that is follows a curve over its size, for each family of kernels, found from kernels of profiled steps
 (`perfmodel.fit_in_step`). Between two kernels of a CUDA graph there is a gap. Before each batched product cuBLAS clears a
-counter, a node of its own in the graph: its gaps are the longest, and are part of what the product takes alone, too. A weight's
+counter, a node of its own in the graph, and gaps are the longest; some of that is part of what it takes alone, too. A weight's
 gradient reads both operands across memory, where the features are what they must lie by; alone it was timed as if K were.
 """
 
@@ -83,8 +83,8 @@ class InStep:
         knots: Per family, base-2 logarithms of the bytes moved, or of a GEMM's microseconds alone.
         logs: Per family, logarithms of the factor there.
         gap_us: Between two kernels of a CUDA graph.
-        batched_gap_us: Beside that, around what clears the counter of a batched product (`is_counted`).
-        batched_less_us: What such a product takes alone beyond its kernel and what clears its counter.
+        batched_gap_us: Beside that, around each batched product.
+        batched_less_us: What one takes alone beyond its kernel and what clears its counter, where it is counted (`is_counted`).
         across: Of weight gradients whose features Hopper's own kernels do not take, by the largest power of two in both: what
             they take, in powers (`across_power`) of the longer of the times alone of the product and of its transpose.
         across_power: Of that.

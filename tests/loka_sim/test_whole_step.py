@@ -16,9 +16,12 @@ from loka_sim.modelspec import Dim, Fused, Gemm, Table, load
 from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE
 from loka_sim.whatif import whatif
 from loka_sim.whole_step import (
+    CALL_US,
     CONFLICT_US,
+    STEP_CALL_US,
     as_run_by,
     by_kind,
+    called,
     conflicts,
     dense_tensors,
     launched,
@@ -271,3 +274,13 @@ def test_weight_gradients_of_uneven_features_take_longer_than_alone():
     found = uneven_gradients(spec(28), H200, model)
     assert [other.kind for other in found] == ["uneven"] and 2 < found[0].time.us < 17.4 - 7.1
     assert uneven_gradients(spec(64), H200, model) == []
+
+
+def test_the_host_launches_every_stage_and_nothing_for_what_is_no_kernel():
+    sums = others(
+        [Fused(BACKWARD, "column", "sum", Dim(16), Dim(24576), Dim(786432), Dim(64), Dim(0), count=2)], 512, fused.load()
+    )
+    adds = conflicts([Table("small", 10, 64, lookups=2.0)], 4096)
+    gap = [replace(sums[0], kind="gap", count=1, launches=None)]
+    assert called([*sums, *gap], 10).us == pytest.approx(STEP_CALL_US + CALL_US * (10 + 2 * 3))
+    assert called([*sums, *adds], 10).us == pytest.approx(STEP_CALL_US + CALL_US * (10 + 2 * 3 + 1))
