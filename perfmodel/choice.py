@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,7 @@ _FILLS = {"m": (64, 128, 192, 256), "n": (8, 16, 32, 64, 96, 128, 160, 192, 256)
 _WAVES_M, _WAVES_N = (64, 128, 192, 256), (16, 32, 64, 96, 128, 160, 192, 256)
 # Periods of a size's logarithm to base 2: a half, one, two, four.
 _FREQUENCIES = (0.5, 1.0, 2.0, 4.0)
+_ROWS = 2048
 
 
 def parts_of(names: Sequence[str]) -> tuple[int, ...]:
@@ -72,21 +73,34 @@ def asked(kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: Ha
         groups: Products in one call.
         hardware: The GPU.
     """
-    columns: list[npt.NDArray[np.floating]] = []
+    _, known = features(kernel, m, n, k, groups, hardware)
+    more = sum(map(len, _FILLS.values())) + 2 * len(_WAVES_M) * len(_WAVES_N) + 6 * len(_FREQUENCIES)
+    result = np.empty((len(m), known.shape[1] + more), dtype=np.float32)
+    result[:, : known.shape[1]] = known
+    # As many rows at once as stay in the cache with their columns.
+    for start in range(0, len(m), _ROWS):
+        rows = slice(start, start + _ROWS)
+        np.stack(list(_fits(m[rows], n[rows], k[rows], groups[rows], hardware)), axis=1, out=result[rows, known.shape[1] :])
+    return result
+
+
+def _fits(m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec) -> Iterator[npt.NDArray[np.float32]]:
+    """Columns of `asked` beside the features."""
     for size, extents in zip((m, n, k), _FILLS.values(), strict=True):
-        columns += [size / (np.ceil(size / extent) * extent) for extent in extents]
+        for extent in extents:
+            yield (size / (np.ceil(size / extent) * extent)).astype(np.float32)
     across = [np.ceil(n / extent) * (groups / hardware.multiprocessors) for extent in _WAVES_N]
     for extent in _WAVES_M:
         down = np.ceil(m / extent)
         for part in across:
             waves = down * part
             whole = np.ceil(waves)
-            columns += [np.log2(whole), waves / whole]
+            yield np.log2(whole.astype(np.float32))
+            yield (waves / whole).astype(np.float32)
     for size in (m, n, k):
         turns = (2 * np.pi * np.log2(size)).astype(np.float32)
-        columns += [wave(np.float32(f) * turns) for f in _FREQUENCIES for wave in (np.sin, np.cos)]
-    _, known = features(kernel, m, n, k, groups, hardware)
-    return np.concatenate([known.astype(np.float32), np.stack(columns, axis=1).astype(np.float32)], axis=1)
+        for frequency in _FREQUENCIES:
+            yield from (np.sin(np.float32(frequency) * turns), np.cos(np.float32(frequency) * turns))
 
 
 @dataclass(frozen=True)
