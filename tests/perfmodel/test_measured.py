@@ -55,12 +55,12 @@ def test_memory_kernels_of_several_workers_are_short_by_launches(tmp_path):
     write(tmp_path, ["x"], [4])
     frame = write(tmp_path, ["x --workers 15", "x --ahead 15"], [12, 12], "memory")
     frame["kernel"] = ["torch/relu_forward", "torch/quantize_tensorwise", "loka/quantize_rowwise_dual"] * 8
-    # Three launches, as 64 x 4,096 values are reduced in parts; and one row that is no launch at all.
+    # Three launches, as 64 x 4,096 values are reduced in parts, or two, of so few lines; and one row that is no launch at all.
     frame["m"], frame["p50_us"] = 4096, np.where(np.arange(24) == 0, 0.01, frame["p50_us"])
     frame.to_parquet(tmp_path / "memory.parquet")
     found = read_timings("mine", tmp_path).iloc[4:]
     added = found["p50_us"].to_numpy() - frame["p50_us"].to_numpy()[1:]
-    np.testing.assert_allclose(added[:11], SHARED_LAUNCH_US * np.array([3, 3, 1] * 4)[:11])
+    np.testing.assert_allclose(added[:11], SHARED_LAUNCH_US * np.array([3, 2, 1] * 4)[:11])
     assert len(found) == 23 and (added[11:] == 0).all()
 
 
