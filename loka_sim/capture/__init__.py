@@ -52,7 +52,7 @@ def capture(
         name: What to call the model; its class name if None.
         loss: From the model's output to the scalar whose gradient is taken; the sum of all floating outputs if None.
         batch_dim: Dimension of the input tensors that is the batch.
-        batch: The inputs' batch; that of the first floating tensor in them if None.
+        batch: The inputs' batch; if None that of the first floating tensor in them, else see `twin.find_batch`.
 
     Raises:
         UserError: the model fails without data (the one line names the module, the operation and the mend).
@@ -73,6 +73,10 @@ def capture(
     first = runs[0]
     sites, unaccounted = fit_sites(batches, [run.sites for run in runs])
     counted = [f"{what} ({said(flops, batch)})" for what, flops in first.unaccounted.items()]
+    if sites and all(gemm.flops(batch) == gemm.flops(2 * batch) for site in sites for gemm in site.passes.values()):
+        counted.append(
+            f"a batch that GEMMs depend on: it was taken to be {batch}, dimension {batch_dim} of an input, and none does"
+        )
     tables, dense = _tables(model, first, batch)
     fused, loops, untraced = _fused(model, inputs, loss, batch, batch_dim, sites)
     return ModelSpec(

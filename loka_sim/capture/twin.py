@@ -77,8 +77,8 @@ def hollow_module(model: nn.Module, device: str) -> nn.Module:
 def find_batch(inputs: Any, batch_dim: int, said: int | None = None) -> int:
     """Batch of the example inputs: the size along `batch_dim` of one of their tensors.
 
-    That one is the first floating tensor, else the first with two dimensions, else the first: ids of a
-    one-dimensional jagged tensor are not one to a sample.
+    That one is the first floating tensor, else the first with two dimensions, else the shortest: ids of a
+    one-dimensional jagged tensor are several to a sample, its offsets one.
 
     Args:
         inputs: Anything that holds tensors.
@@ -89,7 +89,12 @@ def find_batch(inputs: Any, batch_dim: int, said: int | None = None) -> int:
         UserError: no tensor has such a dimension, or none of the size said.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim() > batch_dim]
-    ranked = sorted(tensors, key=lambda tensor: (not tensor.is_floating_point(), tensor.dim() < 2))
+
+    def rank(tensor: torch.Tensor) -> tuple[bool, bool, int]:
+        jagged = not tensor.is_floating_point() and tensor.dim() < 2
+        return not tensor.is_floating_point(), tensor.dim() < 2, tensor.shape[batch_dim] if jagged else 0
+
+    ranked = sorted(tensors, key=rank)
     if not ranked:
         raise UserError(f"inputs: no tensor has a dimension {batch_dim} that could be the batch; pass example tensors")
     if not ranked[0].shape[batch_dim]:

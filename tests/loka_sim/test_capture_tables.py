@@ -49,3 +49,24 @@ def test_what_is_made_from_rows_of_tables_reads_them(again):
 
 def test_without_tables_nothing_is_told_apart():
     assert all(flags(tables=False)[1].values())
+
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.EmbeddingBag(1000, 64, mode="sum"), nn.Linear(64, 16)
+
+    def forward(self, ids, offsets):
+        return self.out(self.table(ids, offsets))
+
+
+def test_of_ids_and_offsets_alone_the_offsets_are_the_batch():
+    for inputs in ((torch.arange(320), torch.arange(0, 320, 5)), {"offsets": torch.arange(0, 320, 5), "ids": torch.arange(320)}):
+        spec = capture(Bag(), inputs)
+        assert spec.batch == 64 and spec.sites[0].passes["output"].shape(128) == (128, 16, 64)
+        assert spec.tables[0].lookups == 5 and not spec.unaccounted
+
+
+def test_a_batch_that_no_gemm_depends_on_is_named():
+    (said,) = capture(Bag(), (torch.arange(320), torch.arange(0, 320, 5)), batch=320).unaccounted
+    assert said.startswith("a batch that GEMMs depend on: it was taken to be 320")
