@@ -31,7 +31,7 @@ Product = tuple[str, int, int, int, int]
 
 
 def drawn(count: int, seed: int) -> list[Product]:
-    """Products to time: seven in ten with a feature that is no multiple of eight, one in six batched."""
+    """Products to time: eight in ten with a feature that is no multiple of eight, one in six batched."""
     rng = np.random.default_rng(seed)
 
     def feature(uneven: float) -> int:
