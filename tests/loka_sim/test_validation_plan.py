@@ -14,7 +14,7 @@ from perfmodel.kernels import KERNELS
 
 @pytest.fixture(scope="module")
 def answer():
-    return loka_sim.whatif("wukong", batch=512)
+    return loka_sim.whatif("wukong", batch=1024)
 
 
 def known_exactly(answer, keys):
