@@ -1,6 +1,7 @@
 """Ask cuBLAS which kernel it chooses for very many GEMMs, and teach a network to tell it from the size.
 
     python -m hil.choices --out data/h200 --minutes 1 --workers 14 --seed 91001
+    python -m hil.choices --out data/h200 --minutes 2 --workers 14 --seed 95001 --kernels torch/bf16
 
 A call is captured into a CUDA graph and never run: the graph's nodes name the kernels. That takes 0.3 ms, and answers without
 noise what a timed launch shows as a jump. Shapes are drawn as `hil.launches` draws them; those that `gemm.parquet` in the
@@ -21,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,13 @@ from hil.launches import drawn, takes
 from hil.timing import BufferPool
 from perfmodel.choice import PARTS, Choice, asked, parts_of
 from perfmodel.hardware import HardwareSpec
-from perfmodel.kernels import KERNELS
 from perfmodel.model import choice_file
 from perfmodel.network import REACH, Network
 
-KERNELS_ASKED = ("torch/bf16", "torch/bf16_batched", "torch/fp8_tensorwise_fast", "torch/fp8_tensorwise_split")
+KERNELS_ASKED = (
+    "torch/bf16", "torch/bf16_batched", "torch/fp8_tensorwise_fast", "torch/fp8_tensorwise_split", "torch/fp8_block128",
+)  # fmt: skip
+_BATCHED = "torch/bf16_batched"
 WIDTH, HIDDEN, BATCH, RATE, DECAY = 192, 3, 2048, 3e-3, 1e-2
 # Of the answers, for the accuracy in the sidecar.
 HELD_OUT = 10_000
@@ -110,16 +114,20 @@ class Recorder:
         return self._names[key]
 
 
-def _shapes(seed: int) -> list[Shape]:
-    """A few hundred shapes for the kernels asked, a fifth of them of many products."""
+def _shapes(kernels: Sequence[str], seed: int) -> list[Shape]:
+    """A few hundred shapes for the kernels asked, a fifth of them of many products where any takes those."""
     everything, batched = _DRAWN
-    return drawn(everything, seed, KERNELS_ASKED) + drawn(batched, seed + 5, ("torch/bf16_batched",))
+    more = drawn(batched, seed + 5, (_BATCHED,)) if _BATCHED in kernels else []
+    return drawn(everything, seed, kernels) + more
 
 
-def answers(number: int, seed: int, known: frozenset[tuple[int, ...]], seconds: float, most: int) -> pd.DataFrame:
+def answers(
+    kernels: Sequence[str], number: int, seed: int, known: frozenset[tuple[int, ...]], seconds: float, most: int
+) -> pd.DataFrame:
     """What one process is told: rows of `kernel`, the shape and `PARTS`.
 
     Args:
+        kernels: That are asked.
         number: Of the process.
         seed: Seeds the shapes, with `number`.
         known: Shapes to leave out, (m, n, k, groups).
@@ -137,17 +145,17 @@ def answers(number: int, seed: int, known: frozenset[tuple[int, ...]], seconds: 
     encoded: dict[tuple[str, ...], tuple[int, ...]] = {}
     small = Shape(256, 256, 256, 1)
     with torch.cuda.stream(recorder.stream):
-        for name in KERNELS_ASKED:
-            RUNNERS[name].bind(replace(small, groups=2) if "batched" in name else small, pool)(0)
+        for name in kernels:
+            RUNNERS[name].bind(replace(small, groups=2) if name == _BATCHED else small, pool)(0)
         torch.cuda.synchronize()
         for turn in range(1_000_000):
-            for shape in _shapes(seed + 1_000_000 * number + 10 * turn):
+            for shape in _shapes(kernels, seed + 1_000_000 * number + 10 * turn):
                 if time.time() > until or len(rows) >= most:
                     frame = pd.DataFrame(rows, columns=["kernel", "m", "n", "k", "groups"])
                     return frame.assign(**dict(zip(PARTS, np.array(parts).reshape(-1, len(PARTS)).T, strict=True)))
                 if (shape.m, shape.n, shape.k, shape.groups) in known or shape.groups * shape.m * shape.n > _MOST_OUTPUTS:
                     continue
-                for name in KERNELS_ASKED:
+                for name in kernels:
                     if takes(name, shape):
                         try:
                             launch = RUNNERS[name].bind(shape, pool)
@@ -229,8 +237,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=250_000, help="answers of a process")
     parser.add_argument("--seed", type=int, default=91001)
     parser.add_argument("--workers", type=int, default=8, help="processes that ask")
+    parser.add_argument(
+        "--kernels", nargs="+", default=["*"], metavar="PATTERN", help=f"of {', '.join(KERNELS_ASKED)} (default: all)"
+    )
     parser.add_argument("--answers", type=Path, help="file of all answers: read where it is there, without asking; else written")
     options = parser.parse_args(arguments)
+    kernels = [name for name in KERNELS_ASKED if any(fnmatchcase(name, pattern) for pattern in options.kernels)]
+    if not kernels:
+        parser.error(f"--kernels {' '.join(options.kernels)} fits none of {', '.join(KERNELS_ASKED)}")
 
     import torch
 
@@ -246,28 +260,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("no CUDA GPU here: run this on a Hopper machine", file=sys.stderr)
             return 3
         known = frozenset(map(tuple, pd.read_parquet(careful)[columns].to_numpy().tolist()) if careful.is_file() else ())
-        jobs = [(number, options.seed, known, 60 * options.minutes, options.most) for number in range(options.workers)]
+        jobs = [(kernels, number, options.seed, known, 60 * options.minutes, options.most) for number in range(options.workers)]
         with multiprocessing.get_context("spawn").Pool(options.workers) as processes:
             rows = pd.concat(processes.starmap(answers, jobs, chunksize=1)).drop_duplicates(["kernel", *columns])
         if options.answers is not None:
             rows.to_parquet(options.answers, index=False, compression="zstd")
     print(f"{len(rows)} answers, {time.time() - began:.0f} s", file=sys.stderr)
-    (options.out / "choices").mkdir(parents=True, exist_ok=True)
-    judged = {}
-    for kernel in KERNELS:
+    folder, sidecar = options.out / "choices", options.out / "choices.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    judged = json.loads(sidecar.read_text())["kernels"] if sidecar.is_file() else {}
+    command = f"python -m hil.choices {shlex.join(arguments if arguments is not None else sys.argv[1:])}"
+    where = fingerprint() if torch.cuda.is_available() else {}
+    for kernel in kernels:
         mine = rows[rows["kernel"] == kernel]
         if len(mine):
-            choice, judged[kernel] = learn(kernel, mine, hardware.load("h200"), options.epochs)
-            path = options.out / "choices" / choice_file(kernel)
-            path.write_bytes(gzip.compress(choice.save(), 9, mtime=0))
-            print(f"{kernel}: {judged[kernel]}, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
-    command = f"python -m hil.choices {shlex.join(arguments if arguments is not None else sys.argv[1:])}"
-    sidecar = {
-        "schema_version": 1, "method": "kernels of captured calls by name, told by networks; see hil/choices.py",
-        "command": command, "seconds": round(time.time() - began), **(fingerprint() if torch.cuda.is_available() else {}),
-        "kernels": judged,
-    }  # fmt: skip
-    (options.out / "choices.json").write_text(json.dumps(sidecar, indent=1) + "\n")
+            choice, scores = learn(kernel, mine, hardware.load("h200"), options.epochs)
+            (folder / choice_file(kernel)).write_bytes(gzip.compress(choice.save(), 9, mtime=0))
+            print(f"{kernel}: {scores}, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
+            judged[kernel] = {"command": command, **where, **scores}
+            method = "kernels of captured calls by name, told by networks; see hil/choices.py"
+            document = {"schema_version": 2, "method": method, "kernels": judged}
+            sidecar.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
 

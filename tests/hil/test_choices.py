@@ -51,7 +51,7 @@ def library(monkeypatch):
 
 
 def test_answers_are_what_each_call_launches(library):
-    rows = choices.answers(0, 7, frozenset(), 60.0, 3000)
+    rows = choices.answers(choices.KERNELS_ASKED, 0, 7, frozenset(), 60.0, 3000)
     assert 3000 <= len(rows) < 3010 and set(rows["kernel"]) == set(choices.KERNELS_ASKED)
     assert (rows["n"] != 16).all()
     for row in rows.sample(200, random_state=0).itertuples():
@@ -63,26 +63,26 @@ def test_answers_are_what_each_call_launches(library):
 
 def test_known_shapes_are_not_asked_and_processes_ask_of_different_ones(library):
     columns = ["m", "n", "k", "groups"]
-    first = choices.answers(0, 7, frozenset(), 60.0, 1500)
+    first = choices.answers(choices.KERNELS_ASKED, 0, 7, frozenset(), 60.0, 1500)
     known = frozenset(map(tuple, first[columns].to_numpy()[:700].tolist()))
-    again = set(map(tuple, choices.answers(0, 7, known, 60.0, 1500)[columns].to_numpy().tolist()))
+    again = set(map(tuple, choices.answers(choices.KERNELS_ASKED, 0, 7, known, 60.0, 1500)[columns].to_numpy().tolist()))
     assert not again & known
-    other = set(map(tuple, choices.answers(1, 7, frozenset(), 60.0, 1500)[columns].to_numpy().tolist()))
+    other = set(map(tuple, choices.answers(choices.KERNELS_ASKED, 1, 7, frozenset(), 60.0, 1500)[columns].to_numpy().tolist()))
     assert len(other & set(map(tuple, first[columns].to_numpy().tolist()))) < 0.1 * len(other)
 
 
 def test_it_stops_in_time(library):
-    assert len(choices.answers(0, 7, frozenset(), 0.0, 1500)) == 0
+    assert len(choices.answers(choices.KERNELS_ASKED, 0, 7, frozenset(), 0.0, 1500)) == 0
 
 
 def test_a_rule_is_learned_and_judged_on_answers_held_out(library, monkeypatch):
     monkeypatch.setattr(choices, "WIDTH", 48)
     monkeypatch.setattr(choices, "BATCH", 256)
-    rows = choices.answers(0, 7, frozenset(), 60.0, 9000)
-    rows = rows[rows["kernel"] == KERNEL].reset_index(drop=True)
+    rows = choices.answers((KERNEL,), 0, 7, frozenset(), 60.0, 2400)
+    assert set(rows["kernel"]) == {KERNEL}
     choice, judged = choices.learn(KERNEL, rows, hardware.load("h200"), epochs=12)
     assert judged["rows"] + judged["held_out"] == len(rows) and judged["tile_right"] > 0.95 and judged["all_right"] > 0.93
-    fresh = choices.answers(3, 7, frozenset(), 60.0, 3000).query("kernel == @KERNEL")
+    fresh = choices.answers((KERNEL,), 3, 7, frozenset(), 60.0, 900)
     told = choice.parts(asked(KERNEL, *(fresh[x].to_numpy(float) for x in ("m", "n", "k", "groups")), hardware.load("h200")))
     right = (told == fresh[list(PARTS)].to_numpy()).all(axis=1).mean()
     assert right == pytest.approx(judged["all_right"], abs=0.04)
@@ -90,13 +90,17 @@ def test_a_rule_is_learned_and_judged_on_answers_held_out(library, monkeypatch):
 
 def test_from_answers_in_a_file_networks_are_written(library, tmp_path, monkeypatch):
     monkeypatch.setattr(choices, "WIDTH", 16)
-    choices.answers(0, 7, frozenset(), 60.0, 4000).to_parquet(tmp_path / "answers.parquet")
+    choices.answers(choices.KERNELS_ASKED, 0, 7, frozenset(), 60.0, 4000).to_parquet(tmp_path / "answers.parquet")
     arguments = ["--out", str(tmp_path), "--answers", str(tmp_path / "answers.parquet"), "--epochs", "1"]
     assert choices.main(arguments) == 0
     import gzip
 
     sidecar = json.loads((tmp_path / "choices.json").read_text())
-    assert set(sidecar["kernels"]) == set(choices.KERNELS_ASKED) and "--epochs 1" in sidecar["command"]
+    assert set(sidecar["kernels"]) == set(choices.KERNELS_ASKED)
+    assert choices.main([*arguments, "--kernels", KERNEL, "--seed", "8"]) == 0
+    again = json.loads((tmp_path / "choices.json").read_text())["kernels"]
+    assert "--epochs 1" in again[KERNEL].pop("command") and set(again) == set(choices.KERNELS_ASKED)
+    assert all(judged == sidecar["kernels"][name] for name, judged in again.items() if name != KERNEL)
     choice = Choice.load(gzip.decompress((tmp_path / "choices" / choice_file(KERNEL)).read_bytes()))
     assert sorted(choice.codes[0]) == [64, 128] and np.isfinite(choice.network.layers[0][0]).all()
 
