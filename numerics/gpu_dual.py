@@ -14,6 +14,7 @@ import triton.language as tl
 
 from numerics import gpu, gpu_meeting, gpu_pairs, gpu_strips, gpu_tiles
 from numerics.gpu_kernels import PACK_E4M3, PACK_E5M2, Constants, divide, magnitude_bits, report, round_to_grid, scale_of
+from numerics.gpu_pairs import Outputs
 from numerics.quantization import QuantizedTensor
 from numerics.recipe import Recipe
 from numerics.scaling import scales_shape
@@ -162,7 +163,7 @@ def quantize_dual(x: torch.Tensor, recipe: str | Recipe, *, check: bool = True) 
         finite = gpu.quantize_into(x, recipe, None, scales, codes, check=check)
         finite &= gpu.quantize_into(x.t(), recipe, None, turned_scales, turned, check=False)
     else:
-        finite = _launch(x, recipe, codes, turned, every, scales, turned_scales, check)
+        finite = _launch(x, recipe, Outputs(codes, turned, scales, turned_scales, _flag(x, check)), every)
     _refuse_unless(finite, recipe, x)
     return QuantizedTensor(codes, scales, recipe), QuantizedTensor(turned, turned_scales, recipe)
 
@@ -183,7 +184,7 @@ def quantize_turned(x: torch.Tensor, recipe: str | Recipe, *, check: bool = True
     if rows % 4:
         finite = gpu.quantize_into(x.t(), recipe, None, scales, turned, check=check)
     else:
-        finite = _launch(x, recipe, None, turned, scales, None, scales, check)
+        finite = _launch(x, recipe, Outputs(None, turned, None, scales, _flag(x, check)), scales)
     _refuse_unless(finite, recipe, x)
     return QuantizedTensor(turned, scales, recipe)
 
@@ -196,71 +197,61 @@ def _taken(x: torch.Tensor, recipe: str | Recipe) -> tuple[Recipe, torch.Tensor]
     return recipe, x.contiguous() if recipe.scaling == "tensorwise" or x.stride(1) != 1 else x
 
 
+def _flag(x: torch.Tensor, check: bool) -> torch.Tensor | None:
+    return torch.zeros((), dtype=torch.int32, device=x.device) if check else None
+
+
 def _refuse_unless(finite: bool, recipe: Recipe, x: torch.Tensor) -> None:
     if not finite:
         raise ValueError(f"{recipe.name}: a matrix of shape {tuple(x.shape)} is not finite")
 
 
-def _launch(
-    x: torch.Tensor,
-    recipe: Recipe,
-    codes: torch.Tensor | None,
-    turned: torch.Tensor,
-    every: torch.Tensor,
-    scales: torch.Tensor | None,
-    turned_scales: torch.Tensor,
-    check: bool,
-) -> bool:
-    """Whether all of x is finite; its values lie side by side in rows, whose number 4 divides.
+def _launch(x: torch.Tensor, recipe: Recipe, out: Outputs, every: torch.Tensor) -> bool:
+    """Whether all of x is finite, as far as anybody looks; its values lie side by side in rows, whose number 4 divides.
 
-    `every` is both scales; without `codes`, the turned ones.
+    `every` is both scales, one after the other; without `out.codes`, the turned ones.
     """
+    constants = gpu.constants_of(recipe, False, gpu.converts(x.device))
+    with gpu.on(x.device):
+        if gpu_pairs.supports(x, recipe):
+            _cast_words(x, recipe, out, every, constants)
+        else:
+            _cast_values(x, recipe, out, every, constants)
+    return out.flag is None or not int(out.flag)
+
+
+def _cast_words(x: torch.Tensor, recipe: Recipe, out: Outputs, every: torch.Tensor, constants: Constants) -> None:
+    """Two values at a time, in as few launches as can be where an amax of more than a tile comes first."""
+    both, lines = out.codes is not None, recipe.scaling == "rowwise"
+    if recipe.scaling == "block1x128" or (lines and both and gpu_tiles.takes_lines(x)):
+        gpu_tiles.quantize(x, out, constants, lines=lines)
+    elif recipe.scaling == "block128x128":
+        gpu_pairs.launch(x, "tile", None, out, constants)
+    elif recipe.scaling == "tensorwise":
+        if not gpu_meeting.quantize_turned(x, out, constants):
+            gpu_pairs.launch(x, "tensor", gpu.tensor_amax(x), out, constants)
+    elif both or not gpu_strips.quantize_columns(x, out.turned, out.turned_scales, out.flag, constants):
+        gpu.line_scales(x, every, None, out.flag, constants, by_rows=both)
+        gpu_pairs.launch(x, "lines", None, out, constants)
+
+
+def _cast_values(x: torch.Tensor, recipe: Recipe, out: Outputs, every: torch.Tensor, constants: Constants) -> None:
+    """One value at a time, of any type."""
     rows, columns = x.shape
     tensorwise, lines, blocks = (recipe.scaling == name for name in ("tensorwise", "rowwise", "block1x128"))
-    constants = gpu.constants_of(recipe, False, gpu.converts(x.device))
-    flag = torch.zeros((), dtype=torch.int32, device=x.device) if check else None
+    both = out.codes is not None
     amax = inverses = None
     partials = 0
-    height, width, warps = _CAST if tensorwise else _LINES if lines else _TURNED if blocks and codes is None else _BLOCK
-    pairs = gpu_pairs.supports(x, recipe)
-    with gpu.on(x.device):
-        if pairs and (blocks or (lines and codes is not None and gpu_tiles.takes_lines(x))):
-            gpu_tiles.quantize(x, codes, turned, scales, turned_scales, flag, constants, lines=lines)
-            return flag is None or not int(flag)
-        if pairs and _in_one_launch(x, recipe, codes, turned, scales, turned_scales, flag, constants):
-            return flag is None or not int(flag)
-        if tensorwise:
-            amax = gpu.tensor_amax(x)
-            partials = amax.numel()
-        elif lines:
-            inverses = None if pairs else torch.empty_like(every)
-            gpu.line_scales(x, every, inverses, flag, constants, by_rows=codes is not None)
-        if pairs:
-            mode = "tensor" if tensorwise else "lines" if lines else "tile"
-            gpu_pairs.launch(x, mode, amax, codes, turned, scales, turned_scales, flag, constants)
-            return flag is None or not int(flag)
-        wide, tall = cdiv(columns, width), cdiv(rows, height)
-        dual_kernel[(wide * tall,)](
-            x, amax, inverses, codes, turned.view(torch.int32), scales, turned_scales, flag, rows, columns, x.stride(0), partials,
-            wide, tall, PARTIALS=next_power_of_2(partials) if partials else 0, LINES=lines, BLOCKS=blocks,
-            ROWS=height, WIDTH=width, C=constants, num_warps=warps, enable_fp_fusion=False,
-        )  # fmt: skip
-    return flag is None or not int(flag)
-
-
-def _in_one_launch(
-    x: torch.Tensor,
-    recipe: Recipe,
-    codes: torch.Tensor | None,
-    turned: torch.Tensor,
-    scales: torch.Tensor | None,
-    turned_scales: torch.Tensor,
-    flag: torch.Tensor | None,
-    constants: Constants,
-) -> bool:
-    """Where an amax of more than a tile comes first, do both in one launch; False where that cannot be."""
-    if recipe.scaling == "tensorwise":
-        return gpu_meeting.quantize_turned(x, codes, turned, scales, turned_scales, flag, constants)
-    if recipe.scaling == "rowwise" and codes is None:
-        return gpu_strips.quantize_columns(x, turned, turned_scales, flag, constants)
-    return False
+    if tensorwise:
+        amax = gpu.tensor_amax(x)
+        partials = amax.numel()
+    elif lines:
+        inverses = torch.empty_like(every)
+        gpu.line_scales(x, every, inverses, out.flag, constants, by_rows=both)
+    height, width, warps = _CAST if tensorwise else _LINES if lines else _TURNED if blocks and not both else _BLOCK
+    wide, tall = cdiv(columns, width), cdiv(rows, height)
+    dual_kernel[(wide * tall,)](
+        x, amax, inverses, out.codes, out.turned.view(torch.int32), out.scales, out.turned_scales, out.flag, rows, columns,
+        x.stride(0), partials, wide, tall, PARTIALS=next_power_of_2(partials) if partials else 0, LINES=lines, BLOCKS=blocks,
+        ROWS=height, WIDTH=width, C=constants, num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -17,10 +17,9 @@ import triton
 import triton.language as tl
 
 from numerics.gpu_kernels import Constants, report
-from numerics.gpu_pairs import raised, rows_of, scale_and_inverse, store_row, store_turned
+from numerics.gpu_pairs import HIGH_MAGNITUDE, Outputs, raised, rows_of, scale_and_inverse, store_row, store_turned
 from numerics.sizes import cdiv, next_power_of_2
 
-_HIGH_MAGNITUDE = tl.constexpr(0x7FFF0000)
 # Of a flat tensor: words that a program loads at once, 16 a thread; registers a thread, and programs on a multiprocessor, so that
 # they fit.
 _FLAT = (4096, 128, 2)
@@ -104,7 +103,7 @@ def flat_kernel(
         for block in range(program + HELD * programs, blocks, programs):
             first = tl.cast(block, tl.int64) * BLOCK
             largest = raised(largest, tl.load(x + first + within, mask=within < words - first, other=0))
-    bits = met(place, count, tl.max(largest, 0) & _HIGH_MAGNITUDE, PROGRAMS)
+    bits = met(place, count, tl.max(largest, 0) & HIGH_MAGNITUDE, PROGRAMS)
     report(flag, bits)
     scale, inverse, rest = scale_and_inverse(bits, C)
     if program == 0:
@@ -178,7 +177,7 @@ def tiles_kernel(
         for tile in range(program + HELD * programs, tiles, programs):
             w0, w1, w2, w3 = tile_words(x, tile, across, quarter, words, "", ROWS, WIDTH)
             largest = raised_by_four(largest, w0, w1, w2, w3)
-    bits = met(place, count, tl.max(tl.max(largest, 1), 0) & _HIGH_MAGNITUDE, PROGRAMS)
+    bits = met(place, count, tl.max(tl.max(largest, 1), 0) & HIGH_MAGNITUDE, PROGRAMS)
     report(flag, bits)
     scale, inverse, rest = scale_and_inverse(bits, C)
     if program == 0:
@@ -217,15 +216,7 @@ def quantize(
     return True
 
 
-def quantize_turned(
-    x: torch.Tensor,
-    codes: torch.Tensor | None,
-    turned: torch.Tensor,
-    scales: torch.Tensor | None,
-    turned_scales: torch.Tensor,
-    flag: torch.Tensor | None,
-    constants: Constants,
-) -> bool:
+def quantize_turned(x: torch.Tensor, out: Outputs, constants: Constants) -> bool:
     """The codes of a contiguous matrix turned, and, where wanted, as they lie; False where no place is left to meet."""
     place = place_of(x.device)
     if place is None:
@@ -236,10 +227,9 @@ def quantize_turned(
     tiles = across * cdiv(x.shape[0], height)
     programs = min(tiles, resident(x.device, each))
     # The turned codes alone gain nothing by a second one.
-    held = 1 if codes is None else min(2, cdiv(tiles, programs))
+    held = 1 if out.codes is None else min(2, cdiv(tiles, programs))
     tiles_kernel[(programs,)](
-        x.view(torch.int32), None if codes is None else codes.view(torch.int16), turned.view(torch.int32), scales,
-        turned_scales, flag, place, quarter, words, across, tiles,
+        x.view(torch.int32), *out.by_words(), place, quarter, words, across, tiles,
         HELD=held, MORE=tiles > held * programs, ROWS=height, WIDTH=width, PROGRAMS=next_power_of_2(programs), C=constants,
         **options(x, warps, registers),
     )  # fmt: skip

@@ -9,7 +9,7 @@ significands, and a value of 8 bits either divides to a tie exactly or stays 2^-
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,11 +20,35 @@ from numerics.recipe import Recipe
 from numerics.sizes import cdiv, next_power_of_2
 
 _HIGH = tl.constexpr(-0x10000)
-_MAGNITUDES = tl.constexpr(0x7FFF7FFF)
-_HIGH_MAGNITUDE = tl.constexpr(0x7FFF0000)
+# Both magnitudes of a word, and that of its second value alone, which is where float32 has it.
+MAGNITUDES = tl.constexpr(0x7FFF7FFF)
+HIGH_MAGNITUDE = tl.constexpr(0x7FFF0000)
 _RECIPROCAL = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 _TWO_E4M3 = tl.constexpr("cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;")
 _TWO_E5M2 = tl.constexpr("cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;")
+
+
+class Outputs(NamedTuple):
+    """What a quantization into both layouts, or into the transpose alone, writes.
+
+    Attributes:
+        codes: (rows, columns) uint8, as they lie; None where the turned ones are wanted alone.
+        turned: (columns, rows) uint8.
+        scales: Of the codes as they lie, float32, of the shape that `numerics.QuantizedTensor` says; None without `codes`.
+        turned_scales: Of the turned ones, likewise.
+        flag: One int32, raised where a value is not finite; None where nobody looks.
+    """
+
+    codes: torch.Tensor | None
+    turned: torch.Tensor
+    scales: torch.Tensor | None
+    turned_scales: torch.Tensor
+    flag: torch.Tensor | None
+
+    def by_words(self) -> tuple[torch.Tensor | None, ...]:
+        """The same, in this order, codes as kernels write them: two along a row, four along a turned one."""
+        codes = None if self.codes is None else self.codes.view(torch.int16)
+        return codes, self.turned.view(torch.int32), self.scales, self.turned_scales, self.flag
 
 
 @triton.jit
@@ -42,7 +66,7 @@ def high(word):
 @triton.jit
 def raised(largest, word):
     """Bits of float32 whose upper half is the larger of theirs and of the two values' magnitudes."""
-    magnitudes = word & _MAGNITUDES
+    magnitudes = word & MAGNITUDES
     return tl.maximum(largest, tl.maximum(magnitudes, magnitudes << 16))
 
 
@@ -156,7 +180,7 @@ def pair_kernel(
                 bits = tl.max(tl.load(amax + index, mask=index < partials, other=0), 0)
             else:
                 largest = raised(raised(raised(raised(tl.zeros((ROWS // 4, WIDTH), tl.int32), w0), w1), w2), w3)
-                bits = tl.max(tl.max(largest, 1), 0) & _HIGH_MAGNITUDE
+                bits = tl.max(tl.max(largest, 1), 0) & HIGH_MAGNITUDE
             report(flag, bits)
             scale, first, second = scale_and_inverse(bits, C)
             if MODE == "tile" or (across == 0) & (down == 0):
@@ -201,16 +225,12 @@ def launch(
     x: torch.Tensor,
     mode: str,
     amax: torch.Tensor | None,
-    codes: torch.Tensor | None,
-    turned: torch.Tensor,
-    scales: torch.Tensor | None,
-    turned_scales: torch.Tensor,
-    flag: torch.Tensor | None,
+    out: Outputs,
     constants: Constants,
 ) -> None:
     """Run `pair_kernel` on a matrix that `supports` accepts; `amax` are the partial maxima of mode 'tensor'."""
     rows, columns = x.shape
-    height, width, warps, registers, stages, each = _shape(mode, codes is not None)
+    height, width, warps, registers, stages, each = _shape(mode, out.codes is not None)
     wide = cdiv(columns, 2 * width)
     tiles = wide * cdiv(rows, height)
     programs = tiles
@@ -219,8 +239,7 @@ def launch(
     partials = 0 if amax is None else amax.numel()
     options: dict[str, Any] = {"maxnreg": registers} if registers and x.is_cuda else {}
     pair_kernel[(programs,)](
-        x.view(torch.int32), amax, None if codes is None else codes.view(torch.int16), turned.view(torch.int32), scales,
-        turned_scales, flag, rows // 4, columns // 2, x.stride(0) // 2, partials, wide, tiles, MODE=mode,
+        x.view(torch.int32), amax, *out.by_words(), rows // 4, columns // 2, x.stride(0) // 2, partials, wide, tiles, MODE=mode,
         PARTIALS=next_power_of_2(partials) if partials else 0, ROWS=height, WIDTH=width, STAGES=stages, C=constants,
         num_warps=warps, enable_fp_fusion=False, **options,
     )  # fmt: skip

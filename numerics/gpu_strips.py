@@ -13,11 +13,9 @@ import triton.language as tl
 from numerics import gpu_meeting
 from numerics.gpu_kernels import Constants, report
 from numerics.gpu_meeting import next_count
-from numerics.gpu_pairs import rows_of, scale_and_inverse, store_turned
+from numerics.gpu_pairs import HIGH_MAGNITUDE, MAGNITUDES, rows_of, scale_and_inverse, store_turned
 from numerics.sizes import cdiv, next_power_of_2
 
-_MAGNITUDES = tl.constexpr(0x7FFF7FFF)
-_HIGH_MAGNITUDE = tl.constexpr(0x7FFF0000)
 # Rows that a program takes at once, of a strip of columns; of a tile: rows, words; of a program: warps, registers a thread, and
 # how many of it a multiprocessor runs at once. What all take at once fits the L2.
 _STRIP = (512, 128, 32, 4, 128, 4)
@@ -85,12 +83,12 @@ def columns_kernel(
             mask = (group < quarter)[:, None] & in_column[None, :]
             source = x + (4 * group.to(tl.int64))[:, None] * x_stride + column[None, :]
             w0, w1, w2, w3 = rows_of(source, x_stride, mask, "")
-            m0, m1, m2, m3 = w0 & _MAGNITUDES, w1 & _MAGNITUDES, w2 & _MAGNITUDES, w3 & _MAGNITUDES
+            m0, m1, m2, m3 = w0 & MAGNITUDES, w1 & MAGNITUDES, w2 & MAGNITUDES, w3 & MAGNITUDES
             odd = tl.maximum(tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)), odd)
             even = tl.maximum(tl.maximum(tl.maximum(m0 << 16, m1 << 16), tl.maximum(m2 << 16, m3 << 16)), even)
         part = parts + tl.cast(item, tl.int64) * (2 * WIDTH) + tl.arange(0, WIDTH)
         tl.store(part, tl.max(even, 0), cache_modifier=".cg")
-        tl.store(part + WIDTH, tl.max(odd, 0) & _HIGH_MAGNITUDE, cache_modifier=".cg")
+        tl.store(part + WIDTH, tl.max(odd, 0) & HIGH_MAGNITUDE, cache_modifier=".cg")
         publish(place, count, item // programs + 1)
         mates = strip * MEMBERS + member_index
         wait_for(place + 1 + mates % programs, count, mates // programs + 1, member_index < MEMBERS)

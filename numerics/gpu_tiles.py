@@ -16,11 +16,9 @@ import triton
 import triton.language as tl
 
 from numerics.gpu_kernels import Constants, report
-from numerics.gpu_pairs import rows_of, scale_and_inverse, store_row, store_turned
+from numerics.gpu_pairs import HIGH_MAGNITUDE, MAGNITUDES, Outputs, rows_of, scale_and_inverse, store_row, store_turned
 from numerics.sizes import cdiv, next_power_of_2
 
-_MAGNITUDES = tl.constexpr(0x7FFF7FFF)
-_HIGH_MAGNITUDE = tl.constexpr(0x7FFF0000)
 _LOW_MAGNITUDE = tl.constexpr(0x7FFF)
 _LARGER = tl.constexpr("max.u16x2 $0, $1, $2;")
 # Rows of a tile: those of a block of a column.
@@ -54,18 +52,18 @@ def largest(words, AXIS: tl.constexpr, HALVES: tl.constexpr):
     if HALVES:
         both = tl.reduce(words, AXIS, larger)
     else:
-        both = tl.max(words & _HIGH_MAGNITUDE, AXIS) | tl.max(words & _LOW_MAGNITUDE, AXIS)
+        both = tl.max(words & HIGH_MAGNITUDE, AXIS) | tl.max(words & _LOW_MAGNITUDE, AXIS)
     return both
 
 
 @triton.jit
 def columns_largest(w0, w1, w2, w3, HALVES: tl.constexpr):
     """Words of the magnitudes that are the largest of pairs of columns."""
-    m0, m1, m2, m3 = w0 & _MAGNITUDES, w1 & _MAGNITUDES, w2 & _MAGNITUDES, w3 & _MAGNITUDES
+    m0, m1, m2, m3 = w0 & MAGNITUDES, w1 & MAGNITUDES, w2 & MAGNITUDES, w3 & MAGNITUDES
     if HALVES:
         four = larger(larger(m0, m1), larger(m2, m3))
     else:
-        high = tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)) & _HIGH_MAGNITUDE
+        high = tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)) & HIGH_MAGNITUDE
         n0, n1, n2, n3 = m0 & _LOW_MAGNITUDE, m1 & _LOW_MAGNITUDE, m2 & _LOW_MAGNITUDE, m3 & _LOW_MAGNITUDE
         four = high | tl.maximum(tl.maximum(n0, n1), tl.maximum(n2, n3))
     return largest(four, 0, HALVES)
@@ -74,8 +72,8 @@ def columns_largest(w0, w1, w2, w3, HALVES: tl.constexpr):
 @triton.jit
 def row_largest(word, HALVES: tl.constexpr):
     """Bits of float32 of the largest magnitude of every row."""
-    both = largest(word & _MAGNITUDES, 1, HALVES)
-    return tl.maximum(both & _HIGH_MAGNITUDE, both << 16)
+    both = largest(word & MAGNITUDES, 1, HALVES)
+    return tl.maximum(both & HIGH_MAGNITUDE, both << 16)
 
 
 @triton.jit
@@ -100,9 +98,19 @@ def lines_largest(parts, step, count, inside, LINES: tl.constexpr, PARTS: tl.con
         if HALVES:
             found = larger(found, more)
         else:
-            high = tl.maximum(found & _HIGH_MAGNITUDE, more & _HIGH_MAGNITUDE)
+            high = tl.maximum(found & HIGH_MAGNITUDE, more & HIGH_MAGNITUDE)
             found = high | tl.maximum(found & _LOW_MAGNITUDE, more & _LOW_MAGNITUDE)
     return largest(found, 0, HALVES)
+
+
+@triton.jit
+def store_scales(scales, scale, line, lines, tile, tiles, LINES: tl.constexpr):
+    """Store those of `lines` lines in all, or, without LINES, of the part of each in this one of the `tiles` along them."""
+    if LINES:
+        if tile == 0:
+            tl.store(scales + line, scale, mask=line < lines)
+    else:
+        tl.store(scales + line.to(tl.int64) * tiles + tile, scale)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -153,7 +161,7 @@ def cast_kernel(
         both = lines_largest(column_parts + column, words, down_parts, in_column, WIDTH, PARTS, HALVES)
     else:
         both = columns_largest(w0, w1, w2, w3, HALVES)
-    odd, even = both & _HIGH_MAGNITUDE, both << 16
+    odd, even = both & HIGH_MAGNITUDE, both << 16
     if flag is not None:
         report(flag, tl.max(tl.maximum(odd, even), 0))
     if codes is not None:
@@ -163,7 +171,7 @@ def cast_kernel(
         if LINES:
             pair = 2 * down * (ROWS // 4) + tl.arange(0, ROWS // 2)
             pairs = lines_largest(row_parts + pair, 2 * quarter, across_parts, pair < 2 * quarter, ROWS // 2, PARTS, HALVES)
-            bits = tl.gather(tl.reshape(tl.join(pairs << 16, pairs & _HIGH_MAGNITUDE), (ROWS,)), line, 0)
+            bits = tl.gather(tl.reshape(tl.join(pairs << 16, pairs & HIGH_MAGNITUDE), (ROWS,)), line, 0)
         else:
             first_two = tl.join(row_largest(w0, HALVES), row_largest(w1, HALVES))
             bits = tl.join(first_two, tl.join(row_largest(w2, HALVES), row_largest(w3, HALVES)))
@@ -171,12 +179,7 @@ def cast_kernel(
             if ONCE:
                 bits = tl.gather(bits, index, 0)
         scale, first, second = scale_and_inverse(bits, C)
-        place = down * ROWS + line
-        if LINES:
-            if across == 0:
-                tl.store(scales + place, scale, mask=place < 4 * quarter)
-        else:
-            tl.store(scales + place.to(tl.int64) * wide + across, scale)
+        store_scales(scales, scale, down * ROWS + line, 4 * quarter, across, wide, LINES)
         if ONCE:
             first, second = tl.gather(first, index, 0), tl.gather(second, index, 0)
         left, right = tl.split(tl.reshape(first, (ROWS // 4, 2, 2)))
@@ -195,12 +198,7 @@ def cast_kernel(
     if ONCE:
         bits = tl.gather(bits, index, 0)
     scale, first, second = scale_and_inverse(bits, C)
-    place = 2 * across * WIDTH + index
-    if LINES:
-        if down == 0:
-            tl.store(turned_scales + place, scale, mask=place < 2 * words)
-    else:
-        tl.store(turned_scales + place.to(tl.int64) * tall + down, scale)
+    store_scales(turned_scales, scale, 2 * across * WIDTH + index, 2 * words, down, tall, LINES)
     if ONCE:
         first, second = tl.gather(first, index, 0), tl.gather(second, index, 0)
     first, next_first = tl.split(tl.reshape(first, (WIDTH, 2)))
@@ -214,31 +212,17 @@ def cast_kernel(
 
 def takes_lines(x: torch.Tensor) -> bool:
     """Whether both layouts under scales of lines are cast fastest by these kernels."""
-    return x.numel() <= _MOST_VALUES and max(cdiv(x.shape[0], _ROWS), cdiv(x.shape[1], 128)) <= _MOST_TILES
+    return x.numel() <= _MOST_VALUES and max(cdiv(x.shape[0], _ROWS), cdiv(x.shape[1], 2 * _SEARCH[0])) <= _MOST_TILES
 
 
-def quantize(
-    x: torch.Tensor,
-    codes: torch.Tensor | None,
-    turned: torch.Tensor,
-    scales: torch.Tensor | None,
-    turned_scales: torch.Tensor,
-    flag: torch.Tensor | None,
-    constants: Constants,
-    *,
-    lines: bool,
-) -> None:
-    """Codes of a matrix that `numerics.gpu_pairs.supports` accepts, turned and, where `codes` is given, as they lie.
+def quantize(x: torch.Tensor, out: Outputs, constants: Constants, *, lines: bool) -> None:
+    """Codes of a matrix that `numerics.gpu_pairs.supports` accepts, turned and, where they are wanted, as they lie.
 
     Args:
         x: (rows, columns); 128 divides both where blocks have the scales.
-        codes: Written: (rows, columns) uint8.
-        turned: Written: (columns, rows) uint8.
-        scales: Written, with `codes`: of rows or of their blocks.
-        turned_scales: Written: of columns or of their blocks.
-        flag: Raised where a value is not finite.
+        out: Written: codes, the scales of rows and of columns or of their blocks, and the flag.
         constants: Of the recipe.
-        lines: Whole rows and columns have a scale, not 128 values of them; with `codes` alone.
+        lines: Whole rows and columns have a scale, not 128 values of them; both layouts are wanted then.
     """
     rows, columns = x.shape
     quarter, words, stride = rows // 4, columns // 2, x.stride(0) // 2
@@ -254,13 +238,12 @@ def quantize(
             x.view(torch.int32), row_parts, column_parts, quarter, words, stride, across_parts, HALVES=halves,
             EVEN=rows % _ROWS == 0 and words % width == 0, ROWS=_ROWS, WIDTH=width, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
-    width, warps, registers, once = _LINES if lines else _BOTH if codes is not None else _TURNED
+    width, warps, registers, once = _LINES if lines else _BOTH if out.codes is not None else _TURNED
     options: dict[str, Any] = {"maxnreg": registers} if registers and x.is_cuda else {}
     wide, tall = cdiv(words, width), cdiv(rows, _ROWS)
     cast_kernel[(wide * tall,)](
-        x.view(torch.int32), row_parts, column_parts, None if codes is None else codes.view(torch.int16),
-        turned.view(torch.int32), scales, turned_scales, flag, quarter, words, stride, wide, tall, across_parts, down_parts,
-        LINES=lines, ONCE=once, PARTS=min(_PARTS, next_power_of_2(max(across_parts, down_parts))), HALVES=halves,
+        x.view(torch.int32), row_parts, column_parts, *out.by_words(), quarter, words, stride, wide, tall, across_parts,
+        down_parts, LINES=lines, ONCE=once, PARTS=min(_PARTS, next_power_of_2(max(across_parts, down_parts))), HALVES=halves,
         EVEN=rows % _ROWS == 0 and words % width == 0, ROWS=_ROWS, WIDTH=width, C=constants, num_warps=warps,
         enable_fp_fusion=False, **options,
     )  # fmt: skip

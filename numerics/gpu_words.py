@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 
 from numerics.gpu_kernels import Constants, report
-from numerics.gpu_pairs import raised, scale_and_inverse, store_row, takes
+from numerics.gpu_pairs import HIGH_MAGNITUDE, raised, scale_and_inverse, store_row, takes
 from numerics.recipe import Recipe
 from numerics.sizes import cdiv, next_power_of_2
 
-_HIGH_MAGNITUDE = tl.constexpr(0x7FFF0000)
 # Words of a program that takes several runs; of a warp; most warps of a program; words of the longest run that it holds.
 _WORDS, _OF_A_WARP, _WARPS, _LONGEST = 1024, 256, 8, 8192
 # Warps of a program that takes a block of 128 x 128.
@@ -41,7 +40,7 @@ def runs_kernel(
         inside = row < runs - first
         mask = inside[:, None] & (within < words)
         word = tl.load(source, mask=mask, other=0)
-    bits = tl.max(raised(tl.zeros((ROWS, WIDTH), tl.int32), word), 1) & _HIGH_MAGNITUDE
+    bits = tl.max(raised(tl.zeros((ROWS, WIDTH), tl.int32), word), 1) & HIGH_MAGNITUDE
     if flag is not None:
         report(flag, tl.max(bits, 0))
     scale, inverse, rest = scale_and_inverse(bits, C)
@@ -58,7 +57,7 @@ def block_kernel(x, codes, scales, flag, wide, words, x_stride, TILE: tl.constex
     row = (down * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
     column = (tl.program_id(0) - down * wide) * (TILE // 2) + tl.arange(0, TILE // 2)[None, :]
     word = tl.load(x + row * x_stride + column)
-    bits = tl.max(tl.max(raised(tl.zeros((TILE, TILE // 2), tl.int32), word), 1), 0) & _HIGH_MAGNITUDE
+    bits = tl.max(tl.max(raised(tl.zeros((TILE, TILE // 2), tl.int32), word), 1), 0) & HIGH_MAGNITUDE
     report(flag, bits)
     scale, inverse, rest = scale_and_inverse(bits, C)
     if scales is not None:

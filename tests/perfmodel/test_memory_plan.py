@@ -117,7 +117,7 @@ def test_tiles_are_launched_as_planned(monkeypatch, kernel, rows, columns, expec
         torch.zeros(rows + columns),
     )
     recipe = Recipe.parse(f"e4m3/{scaling}")
-    gpu_dual._launch(x, recipe, codes, turned, every, every[:rows], every[rows:], False)
+    gpu_dual._launch(x, recipe, gpu_pairs.Outputs(codes, turned, every[:rows], every[rows:], None), every)
     known = planned(f"loka/quantize_{kernel}", rows, columns)
     search, cast, pairs, amax = ([] if used.grid is None else [used.grid] for used in recorded)
     assert launches([f"loka/quantize_{kernel}"], [rows], [columns]).tolist() == [expected]
