@@ -2,12 +2,14 @@
 
     python -m hil.choices --out data/h200 --minutes 1 --workers 14 --seed 91001
     python -m hil.choices --out data/h200 --minutes 2 --workers 14 --seed 95001 --kernels torch/bf16
+    python -m hil.choices --out DIR --hardware-spec FILE --learners 5
 
 A call is captured into a CUDA graph and never run: the graph's nodes name the kernels. That takes 0.3 ms, and answers without
 noise what a timed launch shows as a jump. Shapes are drawn as `hil.launches` draws them; those that `gemm.parquet` in the
 folder has are left out, so that what is learned stays ignorant of the shapes that judge it. The networks, one a kernel, are
 written as `choices/<kernel>.json.gz`, with a sidecar that says how often each is right on answers that it has not seen.
-`perfmodel.fit` makes features of them (`perfmodel.choice`).
+`perfmodel.fit` makes features of them (`perfmodel.choice`): by the same specification of the GPU as they learn by, FILE, in the
+third form.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import multiprocessing
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -34,8 +36,9 @@ from hil.kernels.base import Shape
 from hil.launches import drawn, takes
 from hil.timing import BufferPool
 from perfmodel.choice import PARTS, Choice, asked, parts_of
+from perfmodel.data_folder import data_folder
 from perfmodel.hardware import HardwareSpec
-from perfmodel.model import choice_file
+from perfmodel.model import choice_file, read_spec
 from perfmodel.network import REACH, Network
 
 KERNELS_ASKED = (
@@ -45,9 +48,10 @@ _BATCHED = "torch/bf16_batched"
 WIDTH, HIDDEN, BATCH, RATE, DECAY = 192, 3, 2048, 3e-3, 1e-2
 # Of the answers, for the accuracy in the sidecar.
 HELD_OUT = 10_000
-# Shapes drawn at once, of all kinds and again of many products; most values of a result; bytes that torch may keep before it
-# gives back what is free.
-_DRAWN, _MOST_OUTPUTS, _KEPT_BYTES = (600, 1200), 2**29, 5e9
+NETWORKS, SIDECAR = "choices", "choices.json"
+# Shapes drawn at once, of all kinds, again of many products and of any sizes; most values of a result; bytes that torch may
+# keep before it gives back what is free.
+_DRAWN, _MOST_OUTPUTS, _KEPT_BYTES = (600, 1200, 200), 2**29, 5e9
 _KERNEL_NODE, _MEMSET_NODE, _RELAXED = 0, 2, 2
 
 
@@ -116,9 +120,9 @@ class Recorder:
 
 def _shapes(kernels: Sequence[str], seed: int) -> list[Shape]:
     """A few hundred shapes for the kernels asked, a fifth of them of many products where any takes those."""
-    everything, batched = _DRAWN
+    everything, batched, odd = _DRAWN
     more = drawn(batched, seed + 5, (_BATCHED,)) if _BATCHED in kernels else []
-    return drawn(everything, seed, kernels) + more
+    return drawn(everything, seed, kernels) + more + drawn(odd, seed + 7, kernels, odd=True)
 
 
 def answers(
@@ -228,6 +232,29 @@ def learn(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, epochs: int, 
     }
 
 
+def unanswered(folder: Path) -> tuple[str, ...]:
+    """Those of `KERNELS_ASKED` of which a folder has no network, or none that its sidecar knows."""
+    try:
+        judged = json.loads((folder / SIDECAR).read_text())["kernels"]
+    except (OSError, ValueError, KeyError, TypeError):
+        judged = {}
+    return tuple(name for name in KERNELS_ASKED if name not in judged or not (folder / NETWORKS / choice_file(name)).is_file())
+
+
+def _learned(
+    rows: pd.DataFrame, kernels: Sequence[str], hardware: HardwareSpec, epochs: int, processes: int
+) -> Iterator[tuple[str, Choice, dict[str, Any]]]:
+    """`learn` of each kernel that has answers, in order, so many at a time."""
+    jobs = [(kernel, mine, hardware, epochs) for kernel in kernels if len(mine := rows[rows["kernel"] == kernel])]
+    if processes < 2 or len(jobs) < 2:
+        yield from ((job[0], *learn(*job)) for job in jobs)
+        return
+    # A step is many small launches: a process has the GPU wait for it most of the time.
+    with multiprocessing.get_context("spawn").Pool(min(processes, len(jobs))) as pool:
+        for job, result in zip(jobs, [pool.apply_async(learn, job) for job in jobs], strict=True):
+            yield job[0], *result.get()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m hil.choices", description=(__doc__ or "").splitlines()[0])
@@ -237,6 +264,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=250_000, help="answers of a process")
     parser.add_argument("--seed", type=int, default=91001)
     parser.add_argument("--workers", type=int, default=8, help="processes that ask")
+    parser.add_argument("--learners", type=int, default=1, help="processes that learn, a kernel each at a time")
+    parser.add_argument("--hardware-spec", type=Path, metavar="FILE", help="of this GPU (default: data/h200/hardware.json)")
     parser.add_argument(
         "--kernels", nargs="+", default=["*"], metavar="PATTERN", help=f"of {', '.join(KERNELS_ASKED)} (default: all)"
     )
@@ -245,11 +274,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kernels = [name for name in KERNELS_ASKED if any(fnmatchcase(name, pattern) for pattern in options.kernels)]
     if not kernels:
         parser.error(f"--kernels {' '.join(options.kernels)} fits none of {', '.join(KERNELS_ASKED)}")
+    try:
+        spec = read_spec(options.hardware_spec or data_folder() / "h200" / "hardware.json")
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
 
     import torch
 
     from hil.fingerprint import fingerprint
-    from perfmodel import hardware
 
     began, careful = time.time(), options.out / "gemm.parquet"
     columns = ["m", "n", "k", "groups"]
@@ -266,21 +299,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.answers is not None:
             rows.to_parquet(options.answers, index=False, compression="zstd")
     print(f"{len(rows)} answers, {time.time() - began:.0f} s", file=sys.stderr)
-    folder, sidecar = options.out / "choices", options.out / "choices.json"
+    folder, sidecar = options.out / NETWORKS, options.out / SIDECAR
     folder.mkdir(parents=True, exist_ok=True)
     judged = json.loads(sidecar.read_text())["kernels"] if sidecar.is_file() else {}
     command = f"python -m hil.choices {shlex.join(arguments if arguments is not None else sys.argv[1:])}"
     where = fingerprint() if torch.cuda.is_available() else {}
-    for kernel in kernels:
-        mine = rows[rows["kernel"] == kernel]
-        if len(mine):
-            choice, scores = learn(kernel, mine, hardware.load("h200"), options.epochs)
-            (folder / choice_file(kernel)).write_bytes(gzip.compress(choice.save(), 9, mtime=0))
-            print(f"{kernel}: {scores}, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
-            judged[kernel] = {"command": command, **where, **scores}
-            method = "kernels of captured calls by name, told by networks; see hil/choices.py"
-            document = {"schema_version": 2, "method": method, "kernels": judged}
-            sidecar.write_text(json.dumps(document, indent=1) + "\n")
+    for kernel, choice, scores in _learned(rows, kernels, spec, options.epochs, options.learners):
+        (folder / choice_file(kernel)).write_bytes(gzip.compress(choice.save(), 9, mtime=0))
+        print(f"{kernel}: {scores}, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
+        judged[kernel] = {"command": command, **where, **scores}
+        method = "kernels of captured calls by name, told by networks; see hil/choices.py"
+        document = {"schema_version": 2, "method": method, "kernels": judged}
+        sidecar.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
 

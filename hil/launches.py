@@ -2,6 +2,7 @@
 
     python -m hil.launches --out data/h200 --count 60000 --seed 9001 --minutes 5
     python -m hil.launches --out data/h200 --count 40000 --seed 9101 --minutes 2 --kernels 'loka/fp8_*' 'fbgemm/fp8_rowwise_*'
+    python -m hil.launches --out data/h200 --count 90000 --seed 9201 --minutes 2 --odd
 
 Each shape is launched three times under torch's profiler, and the median of the kernels' durations is kept: 700 rows a
 second, where replays of graphs give 85. They are 6% from those replays on average, most of it the clocks'. What a library's
@@ -33,7 +34,7 @@ import numpy as np
 import pandas as pd
 
 from hil.kernels.base import Runner, Shape
-from hil.shapes import batched_shapes, gemm_shapes, grouped_shapes, interaction_shapes, tall_shapes, wide_shapes
+from hil.shapes import batched_shapes, gemm_shapes, grouped_shapes, interaction_shapes, odd_shapes, tall_shapes, wide_shapes
 from hil.timing import BufferPool
 from perfmodel.gemm_plan import STEP, parts_of, plan_of
 from perfmodel.kernels import KERNELS
@@ -52,11 +53,19 @@ _MARKER = "spin_kernel"
 _BLOCK = 128
 
 
-def drawn(count: int, seed: int, kernels: Collection[str] = TORCH) -> list[Shape]:
+def drawn(count: int, seed: int, kernels: Collection[str] = TORCH, *, odd: bool = False) -> list[Shape]:
     """About `count` distinct shapes: 56% as `gemm_shapes`, 8% N and K multiples of 128, the rest tall, wide and batched.
 
     Without the kinds that none of the kernels takes, and with as many grouped ones as batched where a kernel takes those.
+
+    Args:
+        count: Of those drawn, from which come those that a kernel takes.
+        seed: Of the draw.
+        kernels: Which must take a shape, any of them.
+        odd: Draw `odd_shapes` instead.
     """
+    if odd:
+        return [shape for shape in odd_shapes(count, seed) if any(takes(name, shape) for name in kernels)]
     rows = min((KERNELS[name].multiple_m for name in kernels if KERNELS[name].multiple_n == _BLOCK), default=4)
     share: tuple[tuple[Callable[[int, int], list[Shape]], float], ...] = (
         (gemm_shapes, 0.56), (tall_shapes, 0.07), (wide_shapes, 0.08), (interaction_shapes, 0.16), (batched_shapes, 0.05),
@@ -192,6 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of launches.parquet, extended if it is there")
     parser.add_argument("--count", type=int, default=60000, help="shapes to draw")
     parser.add_argument("--seed", type=int, default=9001)
+    parser.add_argument("--odd", action="store_true", help="shapes of any sizes (hil.shapes.odd_shapes) instead of layers'")
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument(
         "--kernels", nargs="+", default=list(TORCH), metavar="PATTERN", help="GEMMs (default: torch's but grouped)"
@@ -217,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began, shape = time.time(), ["m", "n", "k", "groups"]
     path, sidecar, careful = (options.out / name for name in ("launches.parquet", "launches.json", "gemm.parquet"))
     known = {tuple(row) for old in (path, careful) if old.is_file() for row in pd.read_parquet(old)[shape].to_numpy()}
-    shapes = [s for s in drawn(options.count, options.seed, names) if (s.m, s.n, s.k, s.groups) not in known]
+    shapes = [s for s in drawn(options.count, options.seed, names, odd=options.odd) if (s.m, s.n, s.k, s.groups) not in known]
     compile_ahead(shapes[:_COMPILED_FOR], names, options.workers)
     fresh = pd.DataFrame(measured(shapes, [RUNNERS[name] for name in names], began + 60 * options.minutes))
     if not len(fresh):

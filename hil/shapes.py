@@ -92,6 +92,31 @@ def wide_shapes(count: int, seed: int) -> list[Shape]:
     return list(shapes)
 
 
+def odd_shapes(count: int, seed: int) -> list[Shape]:
+    """`count` distinct GEMM shapes of any sizes, which layers seldom have, with divisors from 1 to 64 and powers of two alike.
+
+    One side of 1 to 1,048,576 as M (half of them), as K (three in ten) or no larger than the others; those 1 to 16,384.
+    """
+    rng = np.random.default_rng(seed)
+
+    def size(largest: int) -> int:
+        value = float(np.exp(rng.uniform(0, np.log(largest))))
+        if rng.random() < 0.2:
+            return int(2 ** round(np.log2(value)))
+        step = int(2 ** rng.integers(0, 7))
+        return step * max(1, round(value / step))
+
+    shapes: dict[Shape, None] = {}
+    while len(shapes) < count:
+        draw, first, second = rng.random(), size(16384), size(16384)
+        rows = size(1048576 if draw < 0.8 else 16384)
+        shape = Shape(first, second, rows) if 0.5 <= draw < 0.8 else Shape(rows, first, second)
+        work = 2.0 * shape.m * shape.n * shape.k
+        if max(shape.m * shape.k, shape.n * shape.k, shape.m * shape.n) <= _MAX_OPERAND and work <= _MAX_FLOPS:
+            shapes[shape] = None
+    return list(shapes)
+
+
 def batched_shapes(count: int, seed: int) -> list[Shape]:
     """`count` distinct batched GEMMs: one small product per sample, 256 to 16,384 samples."""
     rng = np.random.default_rng(seed)
@@ -213,6 +238,7 @@ SWEEPS = {
     ("gemm", "lrm"): (mixed_shapes, 4000),
     ("gemm", "tall"): (tall_shapes, 500),
     ("gemm", "wide"): (wide_shapes, 500),
+    ("gemm", "odd"): (odd_shapes, 700),
     ("gemm", "interaction"): (interaction_shapes, 1600),
     ("gemm", "grouped"): (grouped_shapes, 500),
     ("memory", "lrm"): (memory_shapes, 320),

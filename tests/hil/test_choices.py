@@ -54,6 +54,7 @@ def test_answers_are_what_each_call_launches(library):
     rows = choices.answers(choices.KERNELS_ASKED, 0, 7, frozenset(), 60.0, 3000)
     assert 3000 <= len(rows) < 3010 and set(rows["kernel"]) == set(choices.KERNELS_ASKED)
     assert (rows["n"] != 16).all()
+    assert set(rows.loc[rows["groups"] == 1, "n"]) & {3, 5, 6, 7, 12, 20}
     for row in rows.sample(200, random_state=0).itertuples():
         expected = parts_of(rule(row.kernel, Shape(row.m, row.n, row.k, row.groups)))
         assert tuple(getattr(row, part) for part in PARTS) == expected

@@ -44,6 +44,18 @@ def test_drawn_shapes_are_distinct_and_of_every_kind():
     assert sum(s.groups == 1 and s.n % 128 == 0 and s.k % 128 == 0 for s in shapes) > 0.08 * len(shapes)
 
 
+def test_odd_shapes_have_any_divisors_and_are_those_that_a_kernel_takes():
+    shapes = launches.drawn(3000, 5, odd=True)
+    assert len(set(shapes)) == len(shapes) == 3000 and {s.groups for s in shapes} == {1}
+    for size in ("m", "n", "k"):
+        of = [getattr(s, size) for s in shapes]
+        for divisor in (1, 2, 4, 8, 16, 32):
+            assert sum(x % divisor == 0 and x % (2 * divisor) != 0 for x in of) > 0.04 * len(of)
+        assert sum(x < 16 for x in of) > 0.1 * len(of) and max(of) >= 16384
+    fp8 = launches.drawn(3000, 5, ("torch/fp8_rowwise_fast",), odd=True)
+    assert 300 < len(fp8) < 1500 and set(fp8) < set(shapes) and all(s.n % 16 == 0 and s.k % 16 == 0 for s in fp8)
+
+
 def test_saved_rows_and_their_origin(tmp_path):
     row = {"kernel": "torch/bf16", "m": 64, "n": 32, "k": 16, "groups": 1, "time_us": 2.5}
     launches.save(pd.DataFrame([row]), [{"command": "made up", "rows": 1}], tmp_path)
