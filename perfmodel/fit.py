@@ -10,10 +10,10 @@ Where `launches.parquet` (`hil.launches`) lies beside the timings, each GEMM ker
 `perfmodel/learn.py` says why. Where `choices` (`hil.choices`) lies there, too, its kernels are told what the library chooses.
 
 Accuracy comes from two sources. Cross-validation holds out whole shapes, every kernel's row of a shape together; what
-calibrates the intervals holds out whole runs (`perfmodel.held_out`). The sweep `zoo` holds the shapes of whole models, `blind`
-and `blind2` shapes drawn as the fitted ones were, each looked at once, at the end: none is fitted to, nor is any swept row of a
-shape that they have, so the shipped trees are judged on models and shapes that they have not seen. The sweep `repeat` is a
-second measurement of known shapes on another machine: the floor that no model can beat.
+calibrates the intervals holds out whole runs (`perfmodel.held_out`). The sweep `zoo` holds the shapes of whole models, those
+called `blind` shapes drawn as the fitted ones were, each first looked at after a fit (`NEVER_SEEN`): none is fitted to, nor is
+any swept row of a shape that they have, so the shipped trees are judged on models and shapes that they have not seen. The sweep
+`repeat` is a second measurement of known shapes on another machine: the floor that no model can beat.
 """
 
 from __future__ import annotations
@@ -135,12 +135,11 @@ def fit(
         raise ValueError("--timings needs --out, the calibration folder to write")
     spec_path = spec or data_folder() / hardware_name / "hardware.json"
     hardware = hardware_module.load(hardware_name) if spec is None else read_spec(spec)
-    everything = read_timings(hardware.name, timings_folder)
+    measured_folder = timings_folder or data_folder() / hardware.name
+    everything = read_timings(hardware.name, measured_folder)
     timings = fitted_rows(everything)
-    launches = read_launches(everything, timings_folder or data_folder() / hardware.name)
-    first = learn_first(
-        launches, hardware, timings["kernel"].unique(), read_choices(timings_folder or data_folder() / hardware.name)
-    )
+    launches = read_launches(everything, measured_folder)
+    first = learn_first(launches, hardware, timings["kernel"].unique(), read_choices(measured_folder))
     predicted = held_out(timings, hardware, first)
     fresh = leave_out_runs(timings, hardware, first, predicted)
     measured, bounds = timings["p50_us"].to_numpy(), fresh.bounds(timings)

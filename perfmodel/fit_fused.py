@@ -124,8 +124,8 @@ def accuracy(rows: pd.DataFrame, predicted: np.ndarray) -> dict[str, Any]:
 
 def main() -> int:
     """Fit, judge, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--hardware", default="h200")
+    parser = argparse.ArgumentParser(prog="python -m perfmodel.fit_fused", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--hardware", default="h200", choices=hardware_module.available())
     options = parser.parse_args()
     spec = hardware_module.load(options.hardware)
     folder = data_folder() / options.hardware

@@ -24,6 +24,7 @@ import pandas as pd
 from perfmodel import fused
 from perfmodel import load as load_kernels
 from perfmodel.data_folder import data_folder
+from perfmodel.hardware import available
 from perfmodel.in_step import (
     BATCHED,
     CLEARED_US,
@@ -218,10 +219,17 @@ def across(layouts: pd.DataFrame, longer_us: Array) -> tuple[dict[int, float], f
     Args:
         layouts: Products timed in the layouts of their passes (`benchmarks/step_layouts.py`).
         longer_us: The longer of the times alone of each and of its transpose.
+
+    Raises:
+        ValueError: features that lie in one of the ways were not timed.
     """
     mine = ((layouts["pass"] == "grad_weight") & (layouts["groups"] == 1)).to_numpy() & is_across(layouts["m"], layouts["n"])
     lie, wanted = lies_by(layouts["m"], layouts["n"])[mine], np.log(layouts["us"].to_numpy(dtype=float)[mine])
     kinds = np.unique(lie)
+    if missing := {2**power for power in range(VECTOR.bit_length() - 1)} - set(kinds.tolist()):
+        raise ValueError(
+            f"no weight gradient whose features lie by {min(missing)} was timed; draw more: benchmarks/step_layouts.py"
+        )
     design = np.column_stack([lie[:, None] == kinds, np.log(longer_us[mine])]).astype(float)
     weight = np.ones(len(lie))
     for _ in range(ROUNDS):  # least absolute errors: now and then cuBLAS takes several times as long
@@ -261,8 +269,8 @@ def gaps_us(table: pd.DataFrame) -> tuple[float, float]:
 
 def main() -> int:
     """Fit, judge, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--hardware", default="h200")
+    parser = argparse.ArgumentParser(prog="python -m perfmodel.fit_in_step", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--hardware", default="h200", choices=available())
     options = parser.parse_args()
     folder = data_folder() / options.hardware
     table = pd.read_parquet(folder / "step_kernels.parquet")

@@ -44,7 +44,7 @@ def fitted(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec) -> dict[str,
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m perfmodel.fit_memory_costs", description=__doc__.splitlines()[0])
-    parser.add_argument("--hardware", default="h200")
+    parser.add_argument("--hardware", default="h200", choices=hardware_module.available())
     options = parser.parse_args(arguments)
     hardware = hardware_module.load(options.hardware)
     rows = fitted_rows(read_timings(hardware.name))

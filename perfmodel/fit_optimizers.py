@@ -19,6 +19,7 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 
 from perfmodel.data_folder import data_folder
+from perfmodel.hardware import available
 from perfmodel.optimizers import OPTIMIZERS, Optimizer, step_us
 
 FITTED = ("launch_us", "chunk_us", "bandwidth_tbs", "bend")
@@ -34,7 +35,7 @@ def measured(hardware: str) -> list[dict[str, Any]]:
 def split(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Steps to fit to, and those over the last quarter of the lists."""
     lists = list(dict.fromkeys(tuple(row["sizes"]) for row in rows))
-    held_out = set(lists[-(len(lists) // 4) :])
+    held_out = set(lists[len(lists) - len(lists) // 4 :])
     return [r for r in rows if tuple(r["sizes"]) not in held_out], [r for r in rows if tuple(r["sizes"]) in held_out]
 
 
@@ -58,7 +59,7 @@ def fitted(kind: str, rows: list[dict[str, Any]]) -> Optimizer:
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m perfmodel.fit_optimizers", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--hardware", default="h200")
+    parser.add_argument("--hardware", default="h200", choices=available())
     options = parser.parse_args(arguments)
     known, held_out = split(measured(options.hardware))
     print(f"{'':14s}" + "".join(f"{name:>15s}" for name in FITTED) + "   held out: n  mean   90%  worst")

@@ -144,7 +144,7 @@ def lies_by(m: npt.ArrayLike, n: npt.ArrayLike) -> npt.NDArray[np.int64]:
 def is_across(m: npt.ArrayLike, n: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     """Whether a weight's gradient of so many features runs by other kernels than were timed: neither is one, and some are uneven.
 
-    Where the rows are even and the columns are odd the kernels are the same.
+    Where `VECTOR` divides the rows and the columns are odd the kernels are the same.
     """
     rows, columns = np.asarray(m, dtype=np.int64), np.asarray(n, dtype=np.int64)
     same = (rows % VECTOR == 0) & (columns % 2 > 0)

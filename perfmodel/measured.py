@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,14 @@ def read_choices(folder: Path) -> dict[str, Choice]:
     """What tells which of its kernels a library chooses (`hil.choices`), by kernel; none where `choices` is not in `folder`.
 
     Raises:
-        ValueError: a file is damaged.
+        ValueError: a file is damaged; it is named.
     """
-    found = {kernel: folder / "choices" / choice_file(kernel) for kernel in KERNELS}
-    return {kernel: Choice.load(gzip.decompress(path.read_bytes())) for kernel, path in found.items() if path.is_file()}
+    found: dict[str, Choice] = {}
+    for kernel in KERNELS:
+        path = folder / "choices" / choice_file(kernel)
+        if path.is_file():
+            try:
+                found[kernel] = Choice.load(gzip.decompress(path.read_bytes()))
+            except (EOFError, OSError, zlib.error, ValueError) as error:
+                raise ValueError(f"{path} is truncated or damaged; make it again with: python -m hil.choices") from error
+    return found

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 # at::native::multi_tensor_apply, torch 2.11 and 2.13: elements of a chunk, chunks of a launch.
 CHUNK, BLOCKS = 65_536, 320
-# What AdamW launches to count its steps: microseconds, and tensors of a launch.
+# What AdamW launches first, to count its steps: microseconds, and tensors of a launch (`data/h200/optimizers.json`).
 COUNT_US, COUNTED = 1.45, 110
 
 
@@ -72,9 +72,12 @@ def launch_us(kind: Optimizer, largest: int, elements: int) -> float:
 
 
 def launches(sizes: Iterable[int], most: int) -> Iterator[tuple[int, int]]:
-    """Elements of the largest chunk, and of all, of each launch over tensors of these sizes, `most` of them at once."""
+    """Elements of the largest chunk, and of all, of each launch over tensors of these sizes, `most` of them at once.
+
+    Tensors without elements are left out, as torch does.
+    """
     blocks = tensors = elements = largest = 0
-    for size in sizes:
+    for size in filter(None, sizes):
         tensors += 1
         while size:
             part = min(size, (BLOCKS - blocks) * CHUNK)

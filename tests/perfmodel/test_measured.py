@@ -1,12 +1,15 @@
 """Reading timings: their runs, and the level of runs that several workers measured."""
 
+import gzip
 import json
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from perfmodel.measured import SHARED_GROUPED_US, SHARED_LAUNCH_US, SHARED_US, read_timings
+from perfmodel.data_folder import data_folder
+from perfmodel.measured import SHARED_GROUPED_US, SHARED_LAUNCH_US, SHARED_US, read_choices, read_timings
+from perfmodel.model import choice_file
 
 
 def write(folder, commands: list[str], rows: list[int], name: str = "gemm") -> pd.DataFrame:
@@ -74,3 +77,17 @@ def test_without_a_fitting_sidecar_each_sweep_is_a_run(tmp_path, sidecar):
     found = read_timings("mine", tmp_path)
     assert found["run"].tolist() == [0] * 4 + [1] * 4
     np.testing.assert_array_equal(found["p50_us"], frame["p50_us"])
+
+
+@pytest.mark.parametrize(
+    "break_it", [lambda data: data[: len(data) // 2], lambda data: b"choice", lambda data: gzip.compress(b"{}")]
+)
+def test_a_damaged_choice_is_named(tmp_path, break_it):
+    name = choice_file("torch/bf16")
+    whole = (data_folder() / "h200" / "choices" / name).read_bytes()
+    (tmp_path / "choices").mkdir()
+    (tmp_path / "choices" / name).write_bytes(whole)
+    assert list(read_choices(tmp_path)) == ["torch/bf16"]
+    (tmp_path / "choices" / name).write_bytes(break_it(whole))
+    with pytest.raises(ValueError, match=f"{name} is truncated or damaged; make it again"):
+        read_choices(tmp_path)

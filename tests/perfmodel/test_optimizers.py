@@ -60,5 +60,14 @@ def test_a_full_launch_is_cut_at_its_blocks():
     assert list(launches([5, 7], 36)) == [(7, 12)]
 
 
+def test_tensors_without_elements_are_left_out():
+    assert list(launches([0, 5, 0, 7, 0, 9], 2)) == [(7, 12), (9, 9)]
+
+
+def test_fewer_lists_than_four_are_all_fitted_to():
+    rows = [{"sizes": [size]} for size in (1, 2, 3)]
+    assert split(rows) == (rows, [])
+
+
 def test_nothing_takes_no_time():
     assert [step_us([], name) for name in OPTIMIZERS] == [0.0] * len(OPTIMIZERS)
