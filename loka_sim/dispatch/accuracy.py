@@ -126,5 +126,5 @@ def parts_of_k(kernel: str, shape: tuple[int, int, int]) -> int:
         from numerics.tensor_core import estimated_split_k
 
         return estimated_split_k(*shape)
-    spec = KERNELS[kernel]
-    return plan_of(*shape).parts if spec.library == "loka" and spec.accumulation == "hopper_fast" else 1
+    own_fast = kernel.startswith("loka/") and KERNELS[kernel].accumulation == "hopper_fast"
+    return plan_of(*shape).parts if own_fast else 1
