@@ -232,12 +232,24 @@ def learn(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, epochs: int, 
     }
 
 
+def _judged(folder: Path) -> dict[str, Any]:
+    """What a folder's sidecar says of each kernel; nothing where it is not there or damaged."""
+    try:
+        return dict(json.loads((folder / SIDECAR).read_text())["kernels"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _write(path: Path, payload: bytes) -> None:
+    """All of a file or nothing, so that a killed run leaves none that cannot be read."""
+    part = path.with_suffix(".part")
+    part.write_bytes(payload)
+    part.replace(path)
+
+
 def unanswered(folder: Path) -> tuple[str, ...]:
     """Those of `KERNELS_ASKED` of which a folder has no network, or none that its sidecar knows."""
-    try:
-        judged = json.loads((folder / SIDECAR).read_text())["kernels"]
-    except (OSError, ValueError, KeyError, TypeError):
-        judged = {}
+    judged = _judged(folder)
     return tuple(name for name in KERNELS_ASKED if name not in judged or not (folder / NETWORKS / choice_file(name)).is_file())
 
 
@@ -299,18 +311,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.answers is not None:
             rows.to_parquet(options.answers, index=False, compression="zstd")
     print(f"{len(rows)} answers, {time.time() - began:.0f} s", file=sys.stderr)
-    folder, sidecar = options.out / NETWORKS, options.out / SIDECAR
+    folder, judged = options.out / NETWORKS, _judged(options.out)
     folder.mkdir(parents=True, exist_ok=True)
-    judged = json.loads(sidecar.read_text())["kernels"] if sidecar.is_file() else {}
     command = f"python -m hil.choices {shlex.join(arguments if arguments is not None else sys.argv[1:])}"
     where = fingerprint() if torch.cuda.is_available() else {}
     for kernel, choice, scores in _learned(rows, kernels, spec, options.epochs, options.learners):
-        (folder / choice_file(kernel)).write_bytes(gzip.compress(choice.save(), 9, mtime=0))
+        _write(folder / choice_file(kernel), gzip.compress(choice.save(), 9, mtime=0))
         print(f"{kernel}: {scores}, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
         judged[kernel] = {"command": command, **where, **scores}
         method = "kernels of captured calls by name, told by networks; see hil/choices.py"
         document = {"schema_version": 2, "method": method, "kernels": judged}
-        sidecar.write_text(json.dumps(document, indent=1) + "\n")
+        _write(options.out / SIDECAR, (json.dumps(document, indent=1) + "\n").encode())
     return 0
 
 

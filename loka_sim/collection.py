@@ -1,10 +1,10 @@
 """`loka-sim collect --gpu`: a GPU's own times, from nothing, for a GPU that the package has no data of.
 
-torch's GEMMs are measured, then memory-bound kernels. Where there is time to fit a model of this GPU's own, very
-many quick launches of the GEMMs follow, which show where the library changes its kernel, and then other libraries' kernels; on
-a host of several GPUs collectives come last. The result is that model where every kernel was measured often enough, and the
-shipped model of a related GPU, corrected by what was measured, where not or where that predicts better. Each part goes on where
-a killed run left it.
+torch's GEMMs are measured, then memory-bound kernels. Where there is time to fit a model of this GPU's own, very many quick
+launches of the GEMMs follow, which show where the library changes its kernel, then other libraries' kernels, and then cuBLAS is
+asked which kernels it chooses; on a host of several GPUs collectives come last. The result is that model where every kernel was
+measured often enough, and the shipped model of a related GPU, corrected by what was measured, where not or where that predicts
+better. Each part goes on where a killed run left it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,20 @@ if TYPE_CHECKING:
     from perfmodel.refinement import Refinement
 
 HARDWARE, FIT, LAUNCHES = "hardware.json", "fit", "launches.parquet"
+OWN = "fitted to this GPU alone"
 # From so many minutes on a fit of its own is meant: on an H200 beside 16 cores, each of torch's kernels then has the rows for it.
 LEAST_MINUTES_FIT = 15.0
 # More shapes than can be launched in the minutes after which more of them teach little.
 MOST_LAUNCHED, MOST_MINUTES_LAUNCHING = 120_000, 4.5
+# Of a long run's time for kernels of one library, what its GEMMs take: memory-bound kernels take longer to their 60 rows.
+GEMMS = 0.37
+# Libraries beside torch whose GEMMs are launched quickly, too, and what that takes of their time: our own are compiled first.
+LAUNCHED, LAUNCHING = ("fbgemm/", "loka/"), 0.45
+# Asking cuBLAS: what processes take to start, the seconds of less than which tell too little and of more than which little more
+# (learning takes as many at most), and the GPU's memory that a process which asks needs.
+ASKING_STARTS_S, LEAST_ASKING_S, MOST_ASKING_S, ASKING_BYTES = 20.0, 10.0, 60.0, 9e9
+# After the fit, to write the calibration.
+ENDING_S = 5.0
 # Other shapes than the shipped models were fitted to: on those a correction would seem better, and surer, than it is.
 SEED = 271_828
 # GEMMs of other kinds among those drawn as layers have them: without any, a fit is far off on them.
@@ -53,12 +63,14 @@ class Shares:
         sweeps: torch's kernels.
         launches: Quick launches of its GEMMs.
         libraries: Kernels of other libraries.
+        choices: Asking which kernels cuBLAS chooses, and learning that.
         collectives: Collectives, where there are several GPUs.
     """
 
     sweeps: float
     launches: float
     libraries: float
+    choices: float
     collectives: float
 
     @classmethod
@@ -68,10 +80,16 @@ class Shares:
             # Correcting takes seconds, fitting tens of them.
             end = 0.9 if related else 0.75
             sweeps = end - (0.15 if gpus > 1 else 0.0)
-            return cls(sweeps, sweeps, sweeps, end)
-        end = 0.78
-        libraries = end - (0.1 if gpus > 1 else 0.0)
-        return cls(libraries - 0.3, libraries - 0.14, libraries, end)
+            return cls(sweeps, sweeps, sweeps, sweeps, end)
+        # A fit takes a minute or less on 16 cores.
+        end = 0.9
+        choices = end - (0.1 if gpus > 1 else 0.0)
+        return cls(choices - 0.46, choices - 0.3, choices - 0.1, choices, end)
+
+    @property
+    def own(self) -> bool:
+        """Whether a fit of this GPU's own is meant."""
+        return self.choices > self.sweeps
 
 
 def collect(out: str | Path, *, minutes: float = 28.0, name: str | None = None, command: Sequence[str] = ()) -> dict[str, Any]:
@@ -113,24 +131,26 @@ def collect(out: str | Path, *, minutes: float = 28.0, name: str | None = None, 
     shares = Shares.of(minutes, gpus, related is not None)
     timings.mkdir(parents=True, exist_ok=True)
     measure(timings, shares, left)
-    left_out = []
+    rows, left_out = measuring.timings(timings), []
+    if rows.empty:
+        raise DataError(f"nothing was measured within {minutes:g} minutes; give more with --minutes")
+    write_text_atomic(out / HARDWARE, json.dumps(specification(out, hardware, machine, rows), indent=1) + "\n")
+    if shares.own:
+        left_out += ask(timings, out / HARDWARE, machine, left(shares.choices))
     if gpus > 1 and left(shares.collectives) > 0:
         _say(f"collectives between {gpus} GPUs, {left(shares.collectives):.0f} s ...")
         measuring.collectives(timings, gpus, left(shares.collectives))
     elif gpus == 1:
         left_out.append("collectives: one GPU alone is here; times of several come from the shipped table, where there is one")
-    rows = measuring.timings(timings)
-    if rows.empty:
-        raise DataError(f"nothing was measured within {minutes:g} minutes; give more with --minutes")
     left_out += unmeasured(rows)
-    spec = hardware_of(hardware, machine, rows)
-    write_text_atomic(out / HARDWARE, json.dumps(spec, indent=1) + "\n")
     _say(f"making the time model of {len(rows):,} rows, {max(left(), 0):.0f} s are left ...")
     made, notes = make_model(out, timings, rows, related, left())
     table = timings / "collectives.parquet"
-    if table.is_file():
-        shutil.copyfile(table, out / "perfmodel" / table.name)
-    calibration.save_manifest(out, hardware, machine, list(command), {"timings": len(rows), "model": made["model"]})
+    for folder, model in ((out, made["model"]), (out / FIT, OWN)):
+        if (folder / "perfmodel").is_dir():
+            if table.is_file():
+                shutil.copyfile(table, folder / "perfmodel" / table.name)
+            calibration.save_manifest(folder, hardware, machine, list(command), {"timings": len(rows), "model": model})
     return {
         "schema_version": 1, "kind": "loka-sim/collection", "hardware": hardware, "folder": str(out), "machine": machine,
         "seconds": time.monotonic() - started, "rows": {str(k): int(v) for k, v in rows["kernel"].value_counts().items()},
@@ -146,20 +166,68 @@ def measure(timings: Path, shares: Shares, left: Callable[[float], float]) -> No
         shares: Of the time.
         left: Seconds that are left of such a share.
     """
-    others = sorted({spec.library for spec in KERNELS.values()} - {"torch"})
+    from hil.kernels.availability import available_kernels
+
+    others = sorted({name.partition("/")[0] for name in KERNELS} - {"torch"})
+    gemms = [name for name in available_kernels() if "gemm" in KERNELS[name].kind]
     with measuring.Sweeps(timings) as sweeps:
         _say(f"torch's kernels, at most {left(shares.sweeps):.0f} s ...")
-        sweeps.measure("lrm", drawn(("torch/*",)), left(shares.sweeps))
-        if shares.launches > shares.sweeps and not (timings / LAUNCHES).is_file():
-            seconds = min(left(shares.launches), 60 * MOST_MINUTES_LAUNCHING)
-            _say(f"quick launches of torch's GEMMs, {seconds:.0f} s ...")
-            arguments = ["--out", str(timings), "--count", str(MOST_LAUNCHED), "--seed", str(SEED + 1)]
-            arguments += ["--minutes", f"{seconds / 60:.3f}"]
-            # 1: nothing new was measured.
-            measuring.run("hil.launches", arguments, accept=(0, 1), seconds=seconds + measuring.GRACE_S)
-        if shares.libraries > shares.launches:
-            _say(f"other libraries' kernels, at most {left(shares.libraries):.0f} s ...")
-            sweeps.measure("lrm", drawn([f"{library}/*" for library in others]), left(shares.libraries))
+        wanted = drawn(("torch/*",))
+        if not shares.own:
+            sweeps.measure("lrm", wanted, left(shares.sweeps))
+            return
+        sweeps.measure("lrm", wanted, left(shares.sweeps), GEMMS)
+        _launch(timings, [name for name in gemms if name.startswith("torch/")], left(shares.launches), SEED + 1)
+        _launch(timings, [name for name in gemms if name.startswith(LAUNCHED)], LAUNCHING * left(shares.libraries), SEED + 2)
+        _say(f"other libraries' kernels, at most {left(shares.libraries):.0f} s ...")
+        sweeps.measure("lrm", drawn([f"{library}/*" for library in others]), left(shares.libraries), GEMMS)
+
+
+def _launch(timings: Path, kernels: Sequence[str], seconds: float, seed: int) -> None:
+    """Launch GEMMs quickly for so many seconds, where none of them was before."""
+    import pandas
+
+    path = timings / LAUNCHES
+    known = pandas.read_parquet(path, columns=["kernel"])["kernel"].unique() if path.is_file() else ()
+    seconds = min(seconds, 60 * MOST_MINUTES_LAUNCHING)
+    if not kernels or not set(kernels).isdisjoint(known) or seconds <= 0:
+        return
+    _say(f"quick launches of {len(kernels)} GEMMs, {seconds:.0f} s ...")
+    arguments = ["--out", str(timings), "--count", str(MOST_LAUNCHED), "--seed", str(seed), "--minutes", f"{seconds / 60:.3f}"]
+    arguments += ["--workers", str(measuring.workers()), "--kernels", *kernels]
+    # 1: nothing new was measured.
+    measuring.run("hil.launches", arguments, accept=(0, 1), seconds=seconds + measuring.GRACE_S)
+
+
+def ask(timings: Path, spec: Path, machine: dict[str, Any], seconds: float) -> list[str]:
+    """Have cuBLAS asked which of its kernels it chooses, where that is not known yet, and networks learn it.
+
+    Args:
+        timings: Where they go; shapes measured there are not asked for.
+        spec: The GPU's specification.
+        machine: Its fingerprint.
+        seconds: For all of it.
+
+    Returns:
+        What was left out, in words.
+    """
+    from hil.choices import unanswered
+    from hil.kernels.availability import available_kernels
+
+    kernels = available_kernels(unanswered(timings))
+    asking = min(MOST_ASKING_S, (seconds - ASKING_STARTS_S) / 2)
+    if kernels and asking >= LEAST_ASKING_S:
+        _say(f"which kernels cuBLAS chooses, {asking:.0f} s and what learning takes, at most {seconds:.0f} s ...")
+        processes = max(1, min(measuring.workers(), int(machine["memory_bytes"] / ASKING_BYTES)))
+        arguments = ["--out", str(timings), "--hardware-spec", str(spec), "--minutes", f"{asking / 60:.3f}"]
+        arguments += ["--seed", str(SEED + 3), "--workers", str(processes), "--learners", str(min(processes, len(kernels)))]
+        try:
+            measuring.run("hil.choices", [*arguments, "--kernels", *kernels], seconds=seconds + measuring.GRACE_S)
+        except DataError as error:
+            # The fit does without.
+            _say(str(error))
+        kernels = available_kernels(unanswered(timings))
+    return [f"which kernels cuBLAS chooses, for {', '.join(kernels)}; the same command asks again"] if kernels else []
 
 
 def drawn(patterns: Sequence[str]) -> dict[str, list[tuple[Shape, tuple[str, ...]]]]:
@@ -229,14 +297,15 @@ def make_model(
     few = {name for name in needed if (rows["kernel"] == name).sum() < LEAST_ROWS_FIT}
     shutil.rmtree(out / FIT, ignore_errors=True)
     begun, fitted, notes = time.monotonic(), None, []
-    refinement = _refined(related, rows) if related else None
-    if basic := [name for name in few if KERNELS[name].library == "torch"]:
+    if basic := [name for name in few if name.startswith("torch/")]:
+        refinement = _refined(related, rows) if related else None
         notes.append(f"a fit of its own: {len(basic)} of torch's kernels have fewer than {LEAST_ROWS_FIT} rows")
     else:
         _say("fitting a time model of its own ...")
         arguments = ["--timings", str(timings), "--hardware-spec", str(out / HARDWARE), "--out", str(out / FIT)]
         with measuring.Child("perfmodel.fit", arguments) as child:
-            rest = None if refinement is None else max(seconds - (time.monotonic() - begun), 0.0)
+            refinement = _refined(related, rows) if related else None
+            rest = None if refinement is None else max(seconds - ENDING_S - (time.monotonic() - begun), 0.0)
             if child.wait(seconds=rest) is None:
                 notes.append("a fit of its own: it would take longer than the minutes given")
         fitted = (measuring.read_json(out / FIT / "perfmodel" / "manifest.json") or {}).get("kernels")
@@ -245,10 +314,14 @@ def make_model(
     held_out = {kernel: entry["held_out"] for kernel, entry in (fitted or {}).items()}
     if refinement is None and not fitted:
         raise DataError(f"too little was measured to make a time model: {len(rows)} rows; run again with more --minutes")
-    if refinement is not None and (not held_out or _mean_error(accuracy, held_out) <= _mean_error(held_out, accuracy)):
+    corrected, own = _mean_error(accuracy, held_out), _mean_error(held_out, accuracy)
+    if refinement is not None and (not held_out or corrected <= own):
         assert related is not None
         refinement.save(out)
-        shutil.rmtree(out / FIT, ignore_errors=True)
+        if held_out:
+            notes.append(f"{OWN}: {own:.1%} off on average, where the corrected one is {corrected:.1%}; it is in {out / FIT}")
+        else:
+            shutil.rmtree(out / FIT, ignore_errors=True)
         unseen = sorted(needed - set(accuracy))
         if unseen:
             notes.append(f"not measured, so as on {related.hardware.name}, corrected like their kind: {', '.join(unseen)}")
@@ -257,7 +330,7 @@ def make_model(
     shutil.rmtree(out / FIT)
     if few:
         notes.append(f"not in it, for they have fewer than {LEAST_ROWS_FIT} rows: {', '.join(sorted(few))}")
-    return {"model": "fitted to this GPU alone", "held_out": held_out}, notes
+    return {"model": OWN, "held_out": held_out}, notes
 
 
 def _related(capability: tuple[int, int]) -> PerfModel | None:
@@ -289,6 +362,14 @@ def _say(text: str) -> None:
 
 def _slug(gpu: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
+
+
+def specification(out: Path, name: str, machine: dict[str, Any], rows: pandas.DataFrame) -> dict[str, Any]:
+    """`hardware_of`, or with the figures that are there where networks of what cuBLAS chooses have learned by these."""
+    from hil.choices import SIDECAR
+
+    known = measuring.read_json(out / HARDWARE) if (out / "timings" / SIDECAR).is_file() else None
+    return {**known, "name": name} if known else hardware_of(name, machine, rows)
 
 
 def hardware_of(name: str, machine: dict[str, Any], rows: pandas.DataFrame) -> dict[str, Any]:

@@ -163,13 +163,14 @@ class Sweeps:
             child.stop()
         shutil.rmtree(self._asked, ignore_errors=True)
 
-    def measure(self, name: str, wanted: Mapping[str, Wanted], seconds: float) -> None:
+    def measure(self, name: str, wanted: Mapping[str, Wanted], seconds: float, gemms: float = 0.5) -> None:
         """Measure shapes, by family, under their kernels, in the order given, as far as the time suffices: GEMMs first.
 
         Args:
             name: Of the sweep.
-            wanted: By family; GEMMs take half of the time at most where others are wanted, too.
+            wanted: By family.
             seconds: From now on.
+            gemms: Of the time, what GEMMs take at most where others are wanted, too.
 
         Raises:
             DataError: a measuring process failed.
@@ -178,7 +179,7 @@ class Sweeps:
         asked = [family for family in FAMILIES if wanted.get(family)]
         for number, family in enumerate(asked, 1):
             left = until - time.time()
-            self.ask(name, {family: wanted[family]}, left if number == len(asked) else left / 2)()
+            self.ask(name, {family: wanted[family]}, left if number == len(asked) else gemms * left)()
 
     def ask(self, name: str, wanted: Mapping[str, Wanted], seconds: float) -> Callable[[], None]:
         """Have shapes measured while something else is done that shares the GPU by its lock.

@@ -1,8 +1,11 @@
 """A collection without a GPU: sweeps of a made-up machine, everything else as it is."""
 
+import gzip
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -10,14 +13,20 @@ import pytest
 
 import loka_sim
 import perfmodel
+from hil import launches
+from hil.choices import KERNELS_ASKED
 from hil.collect import FAMILIES, legal_runners
 from loka_sim import collection
 from loka_sim.collection import collect, hardware_of
 from loka_sim.errors import DataError, UserError
 from loka_sim.validation import measuring
+from perfmodel.judge import SHAPE
 from perfmodel.kernels import KERNELS
+from perfmodel.model import choice_file
 
-MACHINE = {"gpu": "NVIDIA H100 80GB HBM3", "capability": "9.0", "l2_bytes": 50 * 2**20, "multiprocessors": 132}
+MACHINE = {
+    "gpu": "NVIDIA H100 80GB HBM3", "capability": "9.0", "l2_bytes": 50 * 2**20, "multiprocessors": 132, "memory_bytes": 85e9,
+}  # fmt: skip
 SLOWER = {"gemm": 1.1, "batched_gemm": 1.1, "quantize": 1.4, "layout": 1.4, "pointwise": 1.4}
 
 
@@ -25,7 +34,8 @@ class MadeUp:
     """A machine that is an H200 with a slower memory, and as many GPUs as it is told; it measures so many shapes a family."""
 
     def __init__(self, shapes, gpus=1, kernels=None):
-        self.shapes, self.gpus, self.kernels, self.asked = shapes, gpus, kernels, []
+        self.shapes, self.gpus, self.kernels, self.asked, self.run = shapes, gpus, kernels, [], []
+        self.unanswered = set()
 
     def __call__(self, folder):
         self.folder = folder
@@ -37,8 +47,9 @@ class MadeUp:
     def __exit__(self, *_):
         pass
 
-    def measure(self, name, wanted, seconds):
+    def measure(self, name, wanted, seconds, gemms=0.5):
         assert name == "lrm"
+        self.gemms = gemms
         self.asked.append((wanted["gemm"][0][1], seconds))
         model = perfmodel.load("h200")
         known = set(self.kernels or model.manifest["kernels"])
@@ -56,6 +67,28 @@ class MadeUp:
             frame = frame.assign(p10_us=0.99 * frame["p50_us"], p90_us=1.01 * frame["p50_us"], sweep="lrm", eager_us=np.nan)
             path = self.folder / f"{family}.parquet"
             pd.concat([pd.read_parquet(path), frame] if path.exists() else [frame]).to_parquet(path)
+
+    def process(self, module, arguments, accept=(0,), seconds=None):
+        """What quick launches and asking leave behind: of torch/bf16 alone, and the networks that are shipped."""
+        self.run.append((module, arguments, seconds))
+        folder, kernels = Path(arguments[1]), arguments[arguments.index("--kernels") + 1 :]
+        if module == "hil.launches":
+            model, path = perfmodel.load("h200"), folder / "launches.parquet"
+            shapes = launches.drawn(4200, int(arguments[5]), ("torch/bf16",))[:2400]
+            frame = pd.DataFrame([("torch/bf16", s.m, s.n, s.k, s.groups) for s in shapes], columns=["kernel", *SHAPE])
+            frame["time_us"] = SLOWER["gemm"] * model.predict(frame)["time_us"]
+            frame = frame if "torch/bf16" in kernels else frame.assign(kernel=kernels[0])
+            pd.concat([pd.read_parquet(path), frame] if path.exists() else [frame]).to_parquet(path)
+        else:
+            assert module == "hil.choices"
+            shipped = perfmodel.data_folder() / "h200"
+            (folder / "choices").mkdir(exist_ok=True)
+            judged = json.loads((shipped / "choices.json").read_text())["kernels"]
+            for name in set(kernels) - self.unanswered:
+                shutil.copyfile(shipped / "choices" / choice_file(name), folder / "choices" / choice_file(name))
+            known = {name: found for name, found in judged.items() if (folder / "choices" / choice_file(name)).exists()}
+            (folder / "choices.json").write_text(json.dumps({"kernels": known}))
+        return 0
 
     def collectives(self, folder, gpus, seconds):
         self.asked.append(("collectives", seconds))
@@ -75,6 +108,7 @@ def on(machine, monkeypatch, capability="9.0"):
     monkeypatch.setattr(collection, "require_gpu", lambda: None)
     monkeypatch.setattr(measuring, "Sweeps", machine)
     monkeypatch.setattr(measuring, "collectives", machine.collectives)
+    monkeypatch.setattr(measuring, "run", machine.process)
     return machine
 
 
@@ -94,6 +128,8 @@ def test_a_short_one_corrects_a_related_gpu(short):
     assert [name for name, _ in machine.asked] == [("torch/*",), "collectives"]
     # Each part has what is left until its share of the six minutes ends; a tenth of them makes the model.
     assert [seconds for _, seconds in machine.asked] == pytest.approx([0.75 * 360, 0.9 * 360], abs=20)
+    # Too short for a fit: nothing is launched quickly, and cuBLAS is not asked.
+    assert machine.gemms == 0.5 and not machine.run
     gemms = document["held_out"]["torch/bf16"]
     assert gemms["n"] > 50 and gemms["mape"] < 0.05
     said = " ".join(document["left_out"])
@@ -131,24 +167,106 @@ def test_a_gpu_of_no_kind_that_is_shipped_has_a_fit_of_its_own(tmp_path, monkeyp
     assert any(text.startswith("collectives: one GPU") for text in document["left_out"])
 
 
-def test_a_long_one_launches_quickly_and_asks_other_libraries(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def long(tmp_path_factory):
+    """Seventeen minutes on one GPU of no kind that is shipped."""
+    folder = tmp_path_factory.mktemp("collected") / "own"
     kernels = ["torch/bf16", "torch/fp8_rowwise_fast", "torch/relu_forward", "loka/fp8_rowwise_fast"]
-    machine = on(MadeUp({"gemm": 140, "memory": 70}, kernels=kernels), monkeypatch, capability="9.9")
-    run = []
-    monkeypatch.setattr(measuring, "run", lambda module, arguments, **how: run.append((module, arguments, how)))
-    document = collect(tmp_path / "own", minutes=28, name="mine")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        machine = on(MadeUp({"gemm": 140, "memory": 70}, kernels=kernels), monkeypatch, capability="9.9")
+        document = collect(folder, minutes=17, name="mine")
+    return folder, document, machine
+
+
+def test_a_long_one_launches_quickly_and_asks_other_libraries(long):
+    folder, document, machine = long
     assert [asked for asked, _ in machine.asked] == [
         ("torch/*",), ("deepgemm/*", "fbgemm/*", "loka/*", "torchao/*", "transformer_engine/*")
     ]  # fmt: skip
-    (module, arguments, how), *more = run
-    assert module == "hil.launches" and not more and how["seconds"] == pytest.approx(60 * 4.5 + measuring.GRACE_S)
-    assert arguments[arguments.index("--minutes") + 1] == "4.500" and arguments[1] == str(tmp_path / "own" / "timings")
-    assert set(document["held_out"]) == set(kernels)
-    # What is there already is not launched again.
-    (tmp_path / "own" / "timings" / "launches.parquet").touch()
+    # Each part's end, of 17 minutes: what passes meanwhile is little.
+    assert [seconds for _, seconds in machine.asked] == pytest.approx([0.44 * 1020, 0.8 * 1020], abs=60)
+    assert machine.gemms == collection.GEMMS and document["model"] == "fitted to this GPU alone"
+    modules, (torchs, others, _), seconds = zip(*machine.run, strict=True)
+    assert modules == ("hil.launches", "hil.launches", "hil.choices")
+    assert torchs[1] == str(folder / "timings") and float(torchs[torchs.index("--minutes") + 1]) == 4.5
+    # torch's GEMMs, the grouped ones, too, which have few careful rows; then those of libraries that are here.
+    asked = [set(one[one.index("--kernels") + 1 :]) for one in (torchs, others)]
+    torch_gemms = {name for name, spec in KERNELS.items() if "gemm" in spec.kind and name.startswith("torch/")}
+    assert asked[0] == torch_gemms and "torch/fp8_grouped_rowwise_fast" in asked[0]
+    assert {"loka/fp8_rowwise_fast", "loka/fp8_tensorwise_split"} <= asked[1] and not asked[1] & torch_gemms
+    assert torchs[5] != others[5] and seconds[0] == pytest.approx(60 * 4.5 + measuring.GRACE_S)
+    assert set(document["held_out"]) == {"torch/bf16", "torch/fp8_rowwise_fast", "torch/relu_forward", "loka/fp8_rowwise_fast"}
+
+
+def test_it_asks_cublas_with_this_gpus_own_figures_and_the_networks_travel(long):
+    folder, document, machine = long
+    (asking,) = [arguments for module, arguments, _ in machine.run if module == "hil.choices"]
+    value = dict(zip(asking[::2], asking[1::2], strict=False))
+    assert value["--out"] == str(folder / "timings") and value["--hardware-spec"] == str(folder / "hardware.json")
+    assert asking[asking.index("--kernels") + 1 :] == list(KERNELS_ASKED)
+    # Of 85 GB, 9 for each process.
+    assert float(value["--minutes"]) == 1.0 and 1 <= int(value["--workers"]) <= 9
+    assert not any("cuBLAS chooses" in text for text in document["left_out"])
+    manifest = json.loads((folder / "perfmodel" / "manifest.json").read_text())
+    assert manifest["kernels"]["torch/bf16"]["choice"] and not manifest["kernels"]["torch/relu_forward"]["choice"]
+    network, asked = (folder / part / choice_file("torch/bf16") for part in ("perfmodel", "timings/choices"))
+    assert json.loads(gzip.decompress(network.read_bytes())) == json.loads(gzip.decompress(asked.read_bytes()))
+    shutil.rmtree(moved := folder.parent / "moved", ignore_errors=True)
+    shutil.copytree(folder, moved, ignore=shutil.ignore_patterns("timings"))
+    fresh = pd.DataFrame([("torch/bf16", 3072, 1536, 2048), ("torch/bf16", 8192, 96, 640)], columns=["kernel", "m", "n", "k"])
+    told = perfmodel.load("mine", moved).predict(fresh)["time_us"] / perfmodel.load("h200").predict(fresh)["time_us"]
+    assert told.tolist() == pytest.approx([1.1, 1.1], rel=0.1)
+
+
+def test_what_is_there_is_not_launched_nor_asked_again_and_its_figures_stay(long, tmp_path, monkeypatch):
+    folder = tmp_path / "own"
+    shutil.copytree(long[0], folder)
+    before = json.loads((folder / "hardware.json").read_text())
+    machine = on(MadeUp({"gemm": 160, "memory": 70}, kernels=["torch/bf16", "torch/relu_forward"]), monkeypatch, capability="9.9")
+    monkeypatch.setitem(SLOWER, "gemm", 0.9)
     monkeypatch.setattr(collection, "make_model", lambda *_: ({"model": "the same", "held_out": {}}, []))
-    collect(tmp_path / "own", minutes=28, name="mine")
-    assert len(run) == 1
+    collect(folder, minutes=28, name="other")
+    # The networks know the GPU by these figures.
+    assert not machine.run and len(machine.asked) == 2
+    assert json.loads((folder / "hardware.json").read_text()) == {**before, "name": "other"}
+    # A network that is gone is asked for alone.
+    (folder / "timings" / "choices" / choice_file("torch/bf16")).unlink()
+    collect(folder, minutes=28, name="other")
+    asking = [arguments for module, arguments, _ in machine.run if module == "hil.choices"]
+    assert [arguments[arguments.index("--kernels") + 1 :] for arguments in asking] == [["torch/bf16"]]
+
+
+def test_asking_that_fails_or_has_no_time_is_said_and_not_fatal(tmp_path, monkeypatch):
+    spec, ran = tmp_path / "hardware.json", []
+
+    def fails(module, arguments, seconds):
+        ran.append(seconds)
+        raise DataError("python -m hil.choices ended with code 1; its last lines above say why")
+
+    monkeypatch.setattr(measuring, "run", fails)
+    said = collection.ask(tmp_path, spec, MACHINE, 102.0)
+    assert ran == [102.0 + measuring.GRACE_S] and said[0].startswith("which kernels cuBLAS chooses, for torch/bf16, ")
+    # Half a minute is not enough to start, ask and learn.
+    assert collection.ask(tmp_path, spec, MACHINE, 30.0) == said and len(ran) == 1
+    machine = MadeUp({})
+    machine.unanswered = {"torch/fp8_block128"}
+    monkeypatch.setattr(measuring, "run", machine.process)
+    assert collection.ask(tmp_path, spec, MACHINE, 102.0) == [
+        "which kernels cuBLAS chooses, for torch/fp8_block128; the same command asks again"
+    ]
+
+
+def test_the_parts_of_a_long_run_leave_each_what_it_needs():
+    # Seconds that were measured on an H200 beside 16 cores: 12 rows of memory-bound kernels in one, 24 to start their processes.
+    for minutes in (15, 17, 28):
+        shares = collection.Shares.of(minutes, 1, True)
+        ends = [60 * minutes * end for end in (shares.sweeps, shares.launches, shares.libraries, shares.choices)]
+        assert shares.own and ends == sorted(ends) and shares.collectives == shares.choices
+        assert 12 * ((1 - collection.GEMMS) * (ends[0] - 7) - 24) > 2410, "rows until the last of torch's kernels has its 60"
+        assert ends[3] - ends[2] >= 90 and 60 * minutes - ends[3] >= 90, "asking and learning; a fit"
+    alone, several = (collection.Shares.of(20, gpus, True) for gpus in (1, 8))
+    assert several.collectives - several.choices == pytest.approx(0.1) and several.choices < alone.choices
+    assert not collection.Shares.of(14.9, 1, False).own
 
 
 def test_a_fit_that_takes_too_long_gives_way_to_a_correction(tmp_path, monkeypatch):
