@@ -18,17 +18,19 @@ import json
 import os
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from hil.files import write_atomic
+from hil.fingerprint import has_gpu
 from hil.kernels.availability import absences, availability, available_kernels
 from hil.kernels.base import Runner, Shape
 from hil.lock import GpuLock
@@ -161,18 +163,6 @@ def collect(
             progress(done, len(work), started, rows)
 
 
-def _replace(path: Path, write: Callable[[str], object]) -> None:
-    """Write a file beside its place and move it there, so that a reader or a kill never meets half of it."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
-        write(temporary)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-
-
 class Timings:
     """A family's rows on disk, and beside them the runs that they come from.
 
@@ -215,8 +205,8 @@ class Timings:
             "runs": [*self._runs, {**run, "rows": self.fresh}],
         }
         text, frame = json.dumps(sidecar, indent=1) + "\n", pd.DataFrame(self.rows, columns=list(COLUMNS))
-        _replace(self.sidecar, lambda name: Path(name).write_text(text))
-        _replace(self.path, lambda name: frame.to_parquet(name, index=False, compression="zstd"))
+        write_atomic(self.sidecar, lambda beside: beside.write_text(text))
+        write_atomic(self.path, lambda beside: frame.to_parquet(beside, index=False, compression="zstd"))
         self._saved = time.monotonic()
 
 
@@ -288,10 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--kernels {' '.join(options.kernels)} fits none of: {', '.join(matching(kinds))}")
     items = [] if options.requests else _drawn(options, parser)
 
-    import torch
-
-    if not torch.cuda.is_available():
-        print("no CUDA GPU here: run this on a Hopper machine", file=sys.stderr)
+    if not has_gpu():
         return 3
     for line in absences(names):
         print(line, file=sys.stderr)
@@ -303,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.requests:
             for path, request in requests(options.requests, options.family):
                 fresh = _sweep(options, command, request["sweep"], request["items"], request["until"], workers, lock)
-                _replace(path.with_suffix(".done"), lambda name, fresh=fresh: Path(name).write_text(json.dumps(fresh)))  # type: ignore[misc]
+                write_atomic(path.with_suffix(".done"), partial(Path.write_text, data=json.dumps(fresh)))
             return 0
         return 0 if _sweep(options, command, options.sweep, items, deadline, workers, lock) else 1
 

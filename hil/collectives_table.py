@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hil.collectives_calls import Case
+from hil.files import write_atomic
 
 NAME = "collectives"
 METHOD = "the slowest rank's CUDA-graph replay, less the spacers; results checked in the same run; see hil/collectives.py"
@@ -70,14 +71,8 @@ class Table:
         self._runs[-1]["rows"] = int((self._rows["run"] == len(self._runs) - 1).sum())
         sidecar = {"schema_version": 2, "method": METHOD, "runs": self._runs}
         # The sidecar first: a row without its run would be worse than a run without rows.
-        _replace(self._folder / f"{NAME}.json", lambda path: path.write_text(json.dumps(sidecar, indent=1) + "\n"))
-        _replace(self._folder / f"{NAME}.parquet", lambda path: self._rows.to_parquet(path, index=False, compression="zstd"))
-
-
-def _replace(path: Path, write: Any) -> None:
-    beside = path.with_suffix(f"{path.suffix}.{os.getpid()}")
-    write(beside)
-    os.replace(beside, path)
+        write_atomic(self._folder / f"{NAME}.json", lambda path: path.write_text(json.dumps(sidecar, indent=1) + "\n"))
+        write_atomic(self._folder / f"{NAME}.parquet", lambda path: self._rows.to_parquet(path, index=False, compression="zstd"))
 
 
 def describe(device: torch.device, arguments: list[str]) -> dict[str, Any]:

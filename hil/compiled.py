@@ -9,7 +9,7 @@ times = kernel_times(lambda: compiled(*inputs))
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -115,6 +115,19 @@ def kernel_launches(run: Callable[[], object], iterations: int = 10, warm: int =
     # A range that the host named (an optimizer's step) is listed beside the kernels in it.
     events = [e for e in profiler.events() if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)]
     return [(event.name, float(event.time_range.elapsed_us())) for event in sorted(events, key=lambda e: e.time_range.start)]
+
+
+def by_iteration(launches: Sequence[tuple[str, float]], iterations: int) -> list[list[tuple[str, float]]]:
+    """Launches of each of so many iterations, which all launch as many kernels, one of the same name first.
+
+    Raises:
+        RuntimeError: they did not, or the profiler lost some.
+    """
+    number, odd = divmod(len(launches), iterations)
+    found = [list(launches[start : start + number]) for start in range(0, number * iterations, number or 1)]
+    if odd or not number or len({first[0] for first, *_ in found}) > 1:
+        raise RuntimeError(f"the {len(launches)} launches that were profiled are not {iterations} times the same ones")
+    return found
 
 
 def kernel_times(run: Callable[[], object], iterations: int = 10, warm: int = 3) -> dict[str, list[float]]:

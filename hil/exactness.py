@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from hil.exactness_cases import BF16, CASES, Case, Draw, scale_shapes
+from hil.files import write_atomic
 from hil.kernels.availability import absences, availability
 from hil.lock import GpuLock
 from numerics import estimated_split_k
@@ -219,7 +220,7 @@ def table(rows: list[dict]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Draw and compare until the time is up; 0 when all outputs of all kernels were equal, 1 when not, 3 without a GPU."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m hil.exactness", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, help="folder for exactness.json (default: print only)")
     parser.add_argument("--minutes", type=float, default=3.0, help="time to spend (default 3)")
     parser.add_argument("--until", type=float, help="the same as a Unix time, instead of --minutes")
@@ -269,9 +270,7 @@ def _save(folder: Path, content: dict, started: datetime) -> None:
         "started": started.strftime("%Y-%m-%dT%H:%M:%SZ"), **content, "machine": fingerprint(),
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / ".exactness.json.part"
-    temporary.write_text(json.dumps(record, indent=1) + "\n")
-    temporary.replace(folder / "exactness.json")
+    write_atomic(folder / "exactness.json", lambda beside: beside.write_text(json.dumps(record, indent=1) + "\n"))
 
 
 if __name__ == "__main__":

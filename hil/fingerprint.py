@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+import sys
 from typing import Any
 
 _QUERY = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu")
@@ -29,6 +30,16 @@ def gpu_state(index: int = 0) -> dict[str, float | str]:
         except ValueError:
             state[units[key]] = value
     return state
+
+
+def has_gpu() -> bool:
+    """Whether there is a CUDA GPU; where there is none stderr says so."""
+    import torch
+
+    found = torch.cuda.is_available()
+    if not found:
+        print("no CUDA GPU here: run this on a Hopper machine", file=sys.stderr)
+    return found
 
 
 def fingerprint() -> dict[str, Any]:

@@ -30,7 +30,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hil.compiled import kernel_launches, kernel_times, recorded
+from hil.compiled import by_iteration, kernel_launches, kernel_times, recorded
+from hil.files import write_atomic
+from hil.fingerprint import fingerprint, has_gpu
 from hil.fused_families import Case, families, power_law, uniform
 from hil.quantized_families import quantized_families
 
@@ -85,9 +87,9 @@ def measure_compiled(out: Path, seconds: float, wanted: str = "*") -> int:
         try:
             rows += _measure_family(family, cases, lambda: filler.fill_(1.0))
         except Exception as error:  # one family that a torch version refuses must not cost the others
-            left_out.append(f"{family}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
+            left_out.append(f"{family}: {_problem(error)}")
         print(f"{time.monotonic() - started:5.0f} s  {family}", file=sys.stderr, flush=True)
-        _save(out / "fused.json", rows, left_out)
+        _save(out / "fused.json", ITERATIONS, rows, left_out)
         del cases
         torch.cuda.empty_cache()
     return 0
@@ -214,10 +216,13 @@ def measure_eager(out: Path, seconds: float) -> int:
                 if time.monotonic() - started > seconds:
                     left_out.append(f"{operation} {facts}: out of time")
                     break
-                rows.append({"operation": operation, **facts, **_eager(run, filler)})
-        except Exception as error:  # one operation that a version refuses must not cost the others
-            left_out.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
-        _save(out / "eager_ops.json", rows, left_out)
+                try:
+                    rows.append({"operation": operation, **facts, **_eager(run, filler)})
+                except Exception as error:  # one operation that a version refuses must not cost the others
+                    left_out.append(f"{operation} {facts}: {_problem(error)}")
+        except Exception as error:  # nor what cannot be set up those of other kinds
+            left_out.append(_problem(error))
+        _save(out / "eager_ops.json", EAGER_ITERATIONS, rows, left_out)
     print(f"{time.monotonic() - started:5.0f} s  {len(rows)} eager operations", file=sys.stderr, flush=True)
     return 0
 
@@ -240,42 +245,48 @@ def _eager(run: Callable[[], object], filler: Tensor) -> dict[str, Any]:
 
 
 def _without_flush(launches: list[tuple[str, float]]) -> tuple[float, int, dict[str, float]]:
-    """Kernel time, launches and names of the median iteration, less the flush that begins each."""
-    number = len(launches) // EAGER_ITERATIONS
-    every = [launches[start + 1 : start + number] for start in range(0, number * EAGER_ITERATIONS, number)]
+    """Kernel time, launches and names of the median iteration, less the flush that begins each.
+
+    Raises:
+        RuntimeError: as `by_iteration`.
+    """
+    every = [each[1:] for each in by_iteration(launches, EAGER_ITERATIONS)]
     median = sorted(every, key=lambda some: sum(time_us for _, time_us in some))[EAGER_ITERATIONS // 2]
     names: dict[str, float] = {}
     for name, time_us in median:
         names[name[:90]] = round(names.get(name[:90], 0.0) + time_us, 3)
-    return sum(time_us for _, time_us in median), number - 1, names
+    return sum(time_us for _, time_us in median), len(median), names
 
 
-def _save(path: Path, rows: list[dict[str, Any]], left_out: list[str]) -> None:
-    from hil.fingerprint import fingerprint
+def _problem(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
-    path.write_text(
-        json.dumps(
-            {
-                "schema_version": 1,
-                "method": "torch.profiler's kernel durations, median of 8 iterations, 512 MB written before each",
-                "command": shlex.join(["python", "-m", "hil.fused", *sys.argv[1:]]),
-                "measured": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-                "machine": fingerprint(),
-                "left_out": left_out,
-                "rows": rows,
-            }
-        )
-    )
+
+def _save(path: Path, iterations: int, rows: list[dict[str, Any]], left_out: list[str]) -> None:
+    document = {
+        "schema_version": 1,
+        "method": f"torch.profiler's kernel durations, median of {iterations} iterations, 512 MB written before each",
+        "command": shlex.join(["python", "-m", "hil.fused", *sys.argv[1:]]),
+        "measured": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "machine": fingerprint(),
+        "left_out": left_out,
+        "rows": rows,
+    }
+    write_atomic(path, lambda beside: beside.write_text(json.dumps(document)))
 
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("compiled", "eager"))
-    parser.add_argument("--out", type=Path, default=Path("."))
+    parser = argparse.ArgumentParser(prog="python -m hil.fused", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "what", choices=("compiled", "eager"), help="kernels that torch.compile makes; look-ups, fills and small steps as called"
+    )
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder of fused.json or eager_ops.json (default: this one)")
     parser.add_argument("--families", default="*", help="families of compiled kernels to measure, as a glob (default: all)")
-    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--seconds", type=float, default=150, help="begin nothing after so many (default: %(default)s)")
     options = parser.parse_args()
+    if not has_gpu():
+        return 3
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     if options.what == "compiled":

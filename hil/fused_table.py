@@ -13,12 +13,14 @@ from typing import Any
 
 import pandas
 
+from hil.files import write_atomic
 from hil.fused_families import CUBES, LARGE_CUBES, MATRICES
 from hil.quantized_families import SIZES
 from perfmodel.fused import instructions_of
+from perfmodel.in_step import SECTOR_BYTES
 
+METHOD = "durations by torch.profiler of kernels as torch.compile fuses them, bytes by its own account; see hil/fused.py"
 KEPT = ("command", "measured", "machine", "left_out")  # of a run, in a table's sidecar
-SECTOR_BYTES = 32  # what a GPU fetches at least
 
 
 def tabulated(rows: list[dict[str, Any]]) -> pandas.DataFrame:
@@ -117,22 +119,25 @@ def _both(kept: int, reduced: int) -> bool:
     return kept * reduced >= 5 * 2**20 and kept >= max(4096, 2 * reduced)
 
 
-def main() -> int:
-    """Command line: files that `python -m hil.fused compiled` wrote, into one table or onto one."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("files", type=Path, nargs="+")
-    parser.add_argument("--out", type=Path, required=True)
+def main(arguments: list[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m hil.fused_table", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", type=Path, nargs="+", help="what `python -m hil.fused compiled` wrote")
+    parser.add_argument("--out", type=Path, required=True, help="parquet file of the table")
     parser.add_argument("--add", action="store_true", help="keep the rows that --out has; its sidecar names the new runs, too")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    sidecar = options.out.with_suffix(".json")
+    if sidecar.resolve() in [file.resolve() for file in options.files]:
+        parser.error(f"--out {options.out} has {sidecar}, which is to be read, for its sidecar; name another")
     runs = [json.loads(file.read_text()) for file in options.files]
     table = tabulated([row for run in runs for row in run["rows"]])
+    about: dict[str, Any] = {"schema_version": 1, "method": METHOD, "runs": []}
     if options.add:
         table = pandas.concat([pandas.read_parquet(options.out), table], ignore_index=True).drop_duplicates()
-        sidecar = options.out.with_suffix(".json")
         about = json.loads(sidecar.read_text())
-        about["runs"] += [{**{k: run[k] for k in KEPT}, "rows": len(run["rows"])} for run in runs]
-        sidecar.write_text(json.dumps(about, indent=1) + "\n")
-    table.to_parquet(options.out, index=False)
+    about["runs"] += [{**{k: run[k] for k in KEPT}, "rows": len(run["rows"])} for run in runs]
+    write_atomic(sidecar, lambda beside: beside.write_text(json.dumps(about, indent=1) + "\n"))
+    write_atomic(options.out, lambda beside: table.to_parquet(beside, index=False))
     print(f"{options.out}: {len(table)} kernels")
     return 0
 

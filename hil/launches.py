@@ -33,6 +33,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from hil.files import write_atomic
+from hil.fingerprint import fingerprint, has_gpu
 from hil.kernels.base import Runner, Shape
 from hil.shapes import batched_shapes, gemm_shapes, grouped_shapes, interaction_shapes, odd_shapes, tall_shapes, wide_shapes
 from hil.timing import BufferPool
@@ -199,10 +201,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m hil.launches", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of launches.parquet, extended if it is there")
-    parser.add_argument("--count", type=int, default=60000, help="shapes to draw")
+    parser.add_argument("--count", type=int, default=60000, help="shapes to draw (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=9001)
     parser.add_argument("--odd", action="store_true", help="shapes of any sizes (hil.shapes.odd_shapes) instead of layers'")
-    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, help="stop in time and keep what is measured (default: %(default)s)"
+    )
     parser.add_argument(
         "--kernels", nargs="+", default=list(TORCH), metavar="PATTERN", help="GEMMs (default: torch's but grouped)"
     )
@@ -216,12 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not names:
         parser.error(f"--kernels {' '.join(options.kernels)} fits no GEMM; see: loka-sim kernels")
 
-    import torch
-
-    if not torch.cuda.is_available():
-        print("no CUDA GPU here: run this on a Hopper machine", file=sys.stderr)
+    if not has_gpu():
         return 3
-    from hil.fingerprint import fingerprint
     from hil.kernels import RUNNERS
 
     began, shape = time.time(), ["m", "n", "k", "groups"]
@@ -242,12 +242,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def save(rows: pd.DataFrame, runs: list[dict[str, Any]], folder: Path) -> None:
-    """Write `launches.parquet` and its sidecar."""
+    """Write `launches.parquet` and its sidecar, each whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     method = "median of three single launches' kernel durations under torch's profiler; see hil/launches.py"
     small = {"kernel": "category", **dict.fromkeys(("m", "n", "k", "groups"), "int32"), "time_us": "float32"}
-    rows.astype(small).to_parquet(folder / "launches.parquet", index=False, compression="zstd")
-    (folder / "launches.json").write_text(json.dumps({"schema_version": 1, "method": method, "runs": runs}, indent=1) + "\n")
+    sidecar, table = json.dumps({"schema_version": 1, "method": method, "runs": runs}, indent=1) + "\n", rows.astype(small)
+    # The sidecar first: a row without its run would be worse than a run without rows.
+    write_atomic(folder / "launches.json", lambda beside: beside.write_text(sidecar))
+    write_atomic(folder / "launches.parquet", lambda beside: table.to_parquet(beside, index=False, compression="zstd"))
 
 
 if __name__ == "__main__":

@@ -16,14 +16,16 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hil.compiled import kernel_launches
+from hil.compiled import by_iteration, kernel_launches
+from hil.files import write_atomic
+from hil.fingerprint import fingerprint, has_gpu
 
 ITERATIONS, WARM = 7, 2
 MOST_ELEMENTS = 2**28
@@ -65,30 +67,32 @@ def _cases(lists: list[tuple[int, ...]]) -> Iterator[tuple[dict[str, Any], torch
 
 
 def measure(out: Path, seconds: float, count: int, seed: int) -> int:
-    """Measure until the time is up; rows go to `optimizers.json`."""
-    from hil.fingerprint import fingerprint
+    """Measure until the time is up; rows go to `optimizers.json`.
 
-    started, rows = time.monotonic(), list[dict[str, Any]]()
+    Returns:
+        The exit code: 1 where there was not a row, and nothing is written.
+    """
+    started, rows, left_out = time.monotonic(), list[dict[str, Any]](), list[str]()
     filler = torch.empty(2**28, dtype=torch.bfloat16, device="cuda")
-    left_out = []
-    lists = [*ALIKE, *drawn(count, seed)]
-    for facts, optimizer in _cases(lists):
+    for facts, optimizer in _cases([*ALIKE, *drawn(count, seed)]):
+        said = f"{facts['optimizer']} {facts['dtype']} of {len(facts['sizes'])} tensors"
         if time.monotonic() - started > seconds:
-            left_out.append(f"from {facts['optimizer']} {facts['dtype']} of {len(facts['sizes'])} tensors on: out of time")
+            left_out.append(f"from {said} on: out of time")
             break
 
         def step(optimizer: torch.optim.Optimizer = optimizer) -> None:
             filler.fill_(1.0)
             optimizer.step()
 
-        launches = kernel_launches(step, ITERATIONS, WARM)
-        number = len(launches) // ITERATIONS
-        # The first of each step is what was written before it.
-        rows.append({**facts, "launch_us": [
-            round(statistics.median(us for _, us in launches[place::number]), 3) for place in range(1, number)
-        ]})  # fmt: skip
+        try:
+            rows.append({**facts, "launch_us": medians(kernel_launches(step, ITERATIONS, WARM))})
+        except RuntimeError as error:  # memory, or a launch that the profiler did not see
+            left_out.append(f"{said}: {str(error).splitlines()[0][:200]}")
         print(f"\r{time.monotonic() - started:5.0f} s  {len(rows)} steps", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
+    if not rows:
+        print("\n".join(["nothing was measured", *left_out]), file=sys.stderr)
+        return 1
     document = {
         "schema_version": 1,
         "method": f"torch.profiler's durations, each launch's median of {ITERATIONS} steps, 512 MB written before each",
@@ -96,20 +100,30 @@ def measure(out: Path, seconds: float, count: int, seed: int) -> int:
         "measured": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), "machine": fingerprint(), "left_out": left_out,
         "rows": rows,
     }  # fmt: skip
-    part = out / "optimizers.json.part"
-    part.write_text(json.dumps(document) + "\n")
-    part.replace(out / "optimizers.json")
-    return 0 if rows else 1
+    write_atomic(out / "optimizers.json", lambda beside: beside.write_text(json.dumps(document) + "\n"))
+    return 0
+
+
+def medians(launches: Sequence[tuple[str, float]]) -> list[float]:
+    """Microseconds of each launch of a step, the median of `ITERATIONS`, less the first: what is written before it.
+
+    Raises:
+        RuntimeError: as `hil.compiled.by_iteration`.
+    """
+    steps = by_iteration(launches, ITERATIONS)
+    return [round(statistics.median(us for _, us in alike), 3) for alike in zip(*(step[1:] for step in steps), strict=True)]
 
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--seconds", type=float, default=80, help="most seconds to measure (default: %(default)s)")
+    parser = argparse.ArgumentParser(prog="python -m hil.optimizers", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder of optimizers.json (default: this one)")
+    parser.add_argument("--seconds", type=float, default=80, help="begin nothing after so many (default: %(default)s)")
     parser.add_argument("--count", type=int, default=60, help="lists to draw (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
+    if not has_gpu():
+        return 3
     options.out.mkdir(parents=True, exist_ok=True)
     return measure(options.out, options.seconds, options.count, options.seed)
 

@@ -1,7 +1,11 @@
 """Measured fused kernels as a table: which kernel is what, with which bytes."""
 
+import json
+
+import pandas as pd
 import pytest
 
+from hil import fused_table
 from hil.fused_families import CUBES, MATRICES
 from hil.fused_table import tabulated
 
@@ -66,3 +70,26 @@ def test_a_norms_gradient_is_one_kernel_both_ways_where_it_is_large():
     assert entry["kind"] == "both"
     entry = one("norm_backward", "triton_per_fused_1", {"x": 2048, "r0_": 512}, 4 * 2**20, 2 * 2**20)
     assert entry["kind"] == "row"
+
+
+def fused_run(folder, name, *rows):
+    path = folder / name
+    about = {"command": f"python -m hil.fused compiled --out {name}", "measured": "now", "machine": {}, "left_out": []}
+    path.write_text(json.dumps({**about, "rows": list(rows)}))
+    return str(path)
+
+
+def test_a_table_says_which_runs_it_is_made_of(tmp_path, capsys):
+    exp = row("sum2", "triton_poi_fused_add_0", {"x": 1024, "r0_": 1}, 4096, 2048)
+    more = row("sum2", "triton_poi_fused_add_1", {"x": 2048, "r0_": 1}, 8192, 4096)
+    first, second = fused_run(tmp_path, "a.json", exp), fused_run(tmp_path, "b.json", exp, more)
+    out = tmp_path / "fused.parquet"
+    assert fused_table.main([first, "--out", str(out)]) == 0
+    assert fused_table.main([second, "--out", str(out), "--add"]) == 0
+    assert sorted(pd.read_parquet(out)["kept"]) == [1024, 2048]
+    runs = json.loads((tmp_path / "fused.json").read_text())["runs"]
+    assert [(run["command"].split()[-1], run["rows"]) for run in runs] == [("a.json", 1), ("b.json", 2)]
+    with pytest.raises(SystemExit):
+        fused_table.main([first, "--out", str(tmp_path / "a.parquet")])
+    assert "which is to be read" in capsys.readouterr().err
+    assert json.loads((tmp_path / "a.json").read_text())["rows"] == [exp]
