@@ -42,9 +42,11 @@ MOST_LAUNCHED, MOST_MINUTES_LAUNCHING = 120_000, 4.5
 GEMMS = 0.37
 # Libraries beside torch whose GEMMs are launched quickly, too, and what that takes of their time: our own are compiled first.
 LAUNCHED, LAUNCHING = ("fbgemm/", "loka/"), 0.45
-# Asking cuBLAS: what processes take to start, the seconds of less than which tell too little and of more than which little more
-# (learning takes as many at most), and the GPU's memory that a process which asks needs.
-ASKING_STARTS_S, LEAST_ASKING_S, MOST_ASKING_S, ASKING_BYTES = 20.0, 10.0, 60.0, 9e9
+# Asking cuBLAS: what processes take to start, and the seconds of less than which tell too little, of more than which little more;
+# learning takes as many at most.
+ASKING_STARTS_S, LEAST_ASKING_S, MOST_ASKING_S = 20.0, 10.0, 60.0
+# Of the GPU's memory, for a process that asks, or compiles ahead.
+PROCESS_BYTES = 9e9
 # After the fit, to write the calibration.
 ENDING_S = 5.0
 # Other shapes than the shipped models were fitted to: on those a correction would seem better, and surer, than it is.
@@ -130,13 +132,15 @@ def collect(out: str | Path, *, minutes: float = 28.0, name: str | None = None, 
     gpus = torch.cuda.device_count()
     shares = Shares.of(minutes, gpus, related is not None)
     timings.mkdir(parents=True, exist_ok=True)
-    measure(timings, shares, left)
+    # Each process holds operands and results of its own.
+    beside = max(1, min(measuring.workers(), int(machine["memory_bytes"] / PROCESS_BYTES)))
+    measure(timings, shares, left, beside)
     rows, left_out = measuring.timings(timings), []
     if rows.empty:
         raise DataError(f"nothing was measured within {minutes:g} minutes; give more with --minutes")
     write_text_atomic(out / HARDWARE, json.dumps(specification(out, hardware, machine, rows), indent=1) + "\n")
     if shares.own:
-        left_out += ask(timings, out / HARDWARE, machine, left(shares.choices))
+        left_out += ask(timings, out / HARDWARE, left(shares.choices), beside)
     if gpus > 1 and left(shares.collectives) > 0:
         _say(f"collectives between {gpus} GPUs, {left(shares.collectives):.0f} s ...")
         measuring.collectives(timings, gpus, left(shares.collectives))
@@ -158,13 +162,14 @@ def collect(out: str | Path, *, minutes: float = 28.0, name: str | None = None, 
     }  # fmt: skip
 
 
-def measure(timings: Path, shares: Shares, left: Callable[[float], float]) -> None:
+def measure(timings: Path, shares: Shares, left: Callable[[float], float], beside: int) -> None:
     """Sweep, launch quickly, and sweep other libraries' kernels, as far as the shares of the time allow.
 
     Args:
         timings: Where the rows go.
         shares: Of the time.
         left: Seconds that are left of such a share.
+        beside: Processes that may compile at the same time, but for memory-bound kernels.
     """
     from hil.kernels.availability import available_kernels
 
@@ -177,13 +182,14 @@ def measure(timings: Path, shares: Shares, left: Callable[[float], float]) -> No
             sweeps.measure("lrm", wanted, left(shares.sweeps))
             return
         sweeps.measure("lrm", wanted, left(shares.sweeps), GEMMS)
-        _launch(timings, [name for name in gemms if name.startswith("torch/")], left(shares.launches), SEED + 1)
-        _launch(timings, [name for name in gemms if name.startswith(LAUNCHED)], LAUNCHING * left(shares.libraries), SEED + 2)
+        own, further = ([name for name in gemms if name.startswith(start)] for start in ("torch/", LAUNCHED))
+        _launch(timings, own, left(shares.launches), SEED + 1, beside)
+        _launch(timings, further, LAUNCHING * left(shares.libraries), SEED + 2, beside)
         _say(f"other libraries' kernels, at most {left(shares.libraries):.0f} s ...")
         sweeps.measure("lrm", drawn([f"{library}/*" for library in others]), left(shares.libraries), GEMMS)
 
 
-def _launch(timings: Path, kernels: Sequence[str], seconds: float, seed: int) -> None:
+def _launch(timings: Path, kernels: Sequence[str], seconds: float, seed: int, beside: int) -> None:
     """Launch GEMMs quickly for so many seconds, where none of them was before."""
     import pandas
 
@@ -194,19 +200,19 @@ def _launch(timings: Path, kernels: Sequence[str], seconds: float, seed: int) ->
         return
     _say(f"quick launches of {len(kernels)} GEMMs, {seconds:.0f} s ...")
     arguments = ["--out", str(timings), "--count", str(MOST_LAUNCHED), "--seed", str(seed), "--minutes", f"{seconds / 60:.3f}"]
-    arguments += ["--workers", str(measuring.workers()), "--kernels", *kernels]
+    arguments += ["--workers", str(beside), "--kernels", *kernels]
     # 1: nothing new was measured.
     measuring.run("hil.launches", arguments, accept=(0, 1), seconds=seconds + measuring.GRACE_S)
 
 
-def ask(timings: Path, spec: Path, machine: dict[str, Any], seconds: float) -> list[str]:
+def ask(timings: Path, spec: Path, seconds: float, beside: int) -> list[str]:
     """Have cuBLAS asked which of its kernels it chooses, where that is not known yet, and networks learn it.
 
     Args:
         timings: Where they go; shapes measured there are not asked for.
         spec: The GPU's specification.
-        machine: Its fingerprint.
         seconds: For all of it.
+        beside: Processes that may ask at the same time.
 
     Returns:
         What was left out, in words.
@@ -218,9 +224,8 @@ def ask(timings: Path, spec: Path, machine: dict[str, Any], seconds: float) -> l
     asking = min(MOST_ASKING_S, (seconds - ASKING_STARTS_S) / 2)
     if kernels and asking >= LEAST_ASKING_S:
         _say(f"which kernels cuBLAS chooses, {asking:.0f} s and what learning takes, at most {seconds:.0f} s ...")
-        processes = max(1, min(measuring.workers(), int(machine["memory_bytes"] / ASKING_BYTES)))
         arguments = ["--out", str(timings), "--hardware-spec", str(spec), "--minutes", f"{asking / 60:.3f}"]
-        arguments += ["--seed", str(SEED + 3), "--workers", str(processes), "--learners", str(min(processes, len(kernels)))]
+        arguments += ["--seed", str(SEED + 3), "--workers", str(beside), "--learners", str(min(beside, len(kernels)))]
         try:
             measuring.run("hil.choices", [*arguments, "--kernels", *kernels], seconds=seconds + measuring.GRACE_S)
         except DataError as error:

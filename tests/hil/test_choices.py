@@ -1,8 +1,10 @@
 """Asking what a library chooses, with a library that answers by a rule of ours, and learning that rule."""
 
+import gzip
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import hil.kernels
@@ -10,7 +12,8 @@ from hil import choices
 from hil.kernels.base import Shape
 from perfmodel import hardware
 from perfmodel.choice import PARTS, Choice, asked, parts_of
-from perfmodel.model import choice_file
+from perfmodel.data_folder import data_folder
+from perfmodel.model import choice_file, read_spec
 
 KERNEL = "torch/fp8_tensorwise_fast"
 
@@ -94,8 +97,6 @@ def test_from_answers_in_a_file_networks_are_written(library, tmp_path, monkeypa
     choices.answers(choices.KERNELS_ASKED, 0, 7, frozenset(), 60.0, 4000).to_parquet(tmp_path / "answers.parquet")
     arguments = ["--out", str(tmp_path), "--answers", str(tmp_path / "answers.parquet"), "--epochs", "1"]
     assert choices.main(arguments) == 0
-    import gzip
-
     sidecar = json.loads((tmp_path / "choices.json").read_text())
     assert set(sidecar["kernels"]) == set(choices.KERNELS_ASKED)
     assert choices.main([*arguments, "--kernels", KERNEL, "--seed", "8"]) == 0
@@ -104,6 +105,42 @@ def test_from_answers_in_a_file_networks_are_written(library, tmp_path, monkeypa
     assert all(judged == sidecar["kernels"][name] for name, judged in again.items() if name != KERNEL)
     choice = Choice.load(gzip.decompress((tmp_path / "choices" / choice_file(KERNEL)).read_bytes()))
     assert sorted(choice.codes[0]) == [64, 128] and np.isfinite(choice.network.layers[0][0]).all()
+
+
+def test_networks_learn_by_the_specification_given_and_side_by_side_as_one_by_one(library, tmp_path, monkeypatch):
+    kernels = (KERNEL, "torch/fp8_block128")
+    choices.answers(kernels, 0, 7, frozenset(), 60.0, 1200).to_parquet(tmp_path / "answers.parquet")
+    shipped = json.loads((data_folder() / "h200" / "hardware.json").read_text())
+    smaller = tmp_path / "smaller.json"
+    smaller.write_text(json.dumps({**shipped, "name": "smaller", "multiprocessors": 78, "copy_bandwidth_tbs": 2.0}))
+
+    def made(name, *arguments):
+        assert set(choices.unanswered(tmp_path / name)) == set(choices.KERNELS_ASKED)
+        more = ["--answers", str(tmp_path / "answers.parquet"), "--epochs", "1", "--kernels", *kernels]
+        assert choices.main(["--out", str(tmp_path / name), *arguments, *more]) == 0
+        assert set(choices.unanswered(tmp_path / name)) == set(choices.KERNELS_ASKED) - set(kernels)
+        return [gzip.decompress((tmp_path / name / "choices" / choice_file(kernel)).read_bytes()) for kernel in kernels]
+
+    one = made("default")
+    assert made("h200", "--hardware-spec", str(data_folder() / "h200" / "hardware.json")) == one
+    assert made("beside", "--learners", "2") == one
+    other = Choice.load(made("other", "--hardware-spec", str(smaller))[0])
+    rows = pd.read_parquet(tmp_path / "answers.parquet").query("kernel == @KERNEL")
+    sizes = [rows[name].to_numpy(float) for name in ("m", "n", "k", "groups")]
+    assert np.allclose(other.network.mean, asked(KERNEL, *sizes, read_spec(smaller)).mean(axis=0), rtol=1e-4, atol=1e-4)
+    assert not np.allclose(other.network.mean, Choice.load(one[0]).network.mean, rtol=1e-2, atol=1e-2)
+
+
+def test_a_network_whose_record_is_damaged_is_missing_and_a_specification_that_is_missing_is_named(tmp_path, capsys):
+    (tmp_path / "choices").mkdir()
+    (tmp_path / "choices" / choice_file(KERNEL)).write_bytes(b"")
+    assert KERNEL in choices.unanswered(tmp_path)
+    (tmp_path / "choices.json").write_text(json.dumps({"kernels": {KERNEL: {}, "torch/bf16": {}}}))
+    assert KERNEL not in choices.unanswered(tmp_path) and "torch/bf16" in choices.unanswered(tmp_path)
+    (tmp_path / "choices.json").write_text('{"kernels": {"torch')
+    assert choices.unanswered(tmp_path) == choices.KERNELS_ASKED
+    assert choices.main(["--out", str(tmp_path), "--hardware-spec", str(tmp_path / "none.json")]) == 2
+    assert f"{tmp_path / 'none.json'} is missing" in capsys.readouterr().err
 
 
 def test_without_a_gpu_it_says_so(tmp_path, capsys):

@@ -244,14 +244,14 @@ def test_asking_that_fails_or_has_no_time_is_said_and_not_fatal(tmp_path, monkey
         raise DataError("python -m hil.choices ended with code 1; its last lines above say why")
 
     monkeypatch.setattr(measuring, "run", fails)
-    said = collection.ask(tmp_path, spec, MACHINE, 102.0)
+    said = collection.ask(tmp_path, spec, 102.0, 4)
     assert ran == [102.0 + measuring.GRACE_S] and said[0].startswith("which kernels cuBLAS chooses, for torch/bf16, ")
     # Half a minute is not enough to start, ask and learn.
-    assert collection.ask(tmp_path, spec, MACHINE, 30.0) == said and len(ran) == 1
+    assert collection.ask(tmp_path, spec, 30.0, 4) == said and len(ran) == 1
     machine = MadeUp({})
     machine.unanswered = {"torch/fp8_block128"}
     monkeypatch.setattr(measuring, "run", machine.process)
-    assert collection.ask(tmp_path, spec, MACHINE, 102.0) == [
+    assert collection.ask(tmp_path, spec, 102.0, 4) == [
         "which kernels cuBLAS chooses, for torch/fp8_block128; the same command asks again"
     ]
 
