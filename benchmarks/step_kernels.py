@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from hil.files import write_atomic
 from loka_sim import step_loops
 from loka_sim.dispatch.baselines import BASELINES
 from loka_sim.dispatch.candidates import Row, operand_makers
@@ -45,6 +46,8 @@ STAGE = 1024  # elements that the second stage of a sum adds up at most
 TABLE = "gradient of a table"
 STEP = ("model", "batch", "variant")
 COUNTS = ("step_launches", "step_batched")
+MEASURED = ("kind", "table", "kept", "reduced", "bytes", "written", "rescales", "us", "left")
+PAIRED = (*COLUMNS, "label", "us", "launches", "staged")
 
 
 def measured_kernels(profile: dict[str, Any]) -> pd.DataFrame:
@@ -72,7 +75,7 @@ def measured_kernels(profile: dict[str, Any]) -> pd.DataFrame:
                 "written": written, "rescales": _rescales(row["operators"]), "us": row["median_us"], "left": row["launches"],
             }
         )  # fmt: skip
-    return pd.DataFrame(found).sort_values("us", ascending=False, ignore_index=True)
+    return pd.DataFrame(found, columns=list(MEASURED)).sort_values("us", ascending=False, ignore_index=True)
 
 
 def _rescales(operators: dict[str, int]) -> bool:
@@ -170,31 +173,31 @@ def paired_gemms(profile: dict[str, Any], rows: Sequence[tuple[str, Row]], alone
     from scipy.optimize import linear_sum_assignment
 
     names = [kernel["kernel"] for kernel in profile["kernels"]]
-    launched: list[tuple[str, bool, float]] = []
+    ran: list[tuple[str, bool, float]] = []
     cleared = False
     for index, us in profile["launches"]:
         if profile["kernels"][index]["kind"] == "gemm":
             if "splitKreduce" not in names[index] and "reduce_1Block" not in names[index]:
-                launched.append((names[index], cleared, us))
-            elif launched:
-                launched[-1] = (*launched[-1][:2], launched[-1][2] + us)
+                ran.append((names[index], cleared, us))
+            elif ran:
+                ran[-1] = (*ran[-1][:2], ran[-1][2] + us)
         cleared = names[index].startswith("Memset")
-    if not launched:
+    if not ran:
         return []
-    seen = [(name.startswith("nvjet_sm90_q"), _lie(name), counter, "nvjet" in name) for name, counter, _ in launched]
+    seen = [(name.startswith("nvjet_sm90_q"), _lie(name), counter, "nvjet" in name) for name, counter, _ in ran]
     wanted = [
         (KERNELS[row.kernel].is_fp8, LIE[which], bool(is_counted(*row[:4])), not any(size % VECTOR for size in row[1:4]))
         for which, row in rows
     ]
-    times = np.array([us for *_, us in launched])
+    times = np.array([us for *_, us in ran])
     apart = np.minimum(np.abs(np.log(times[:, None] / np.array(alone)[None, :])), 1.0)
-    apart += 3 * np.abs(np.linspace(0, 1, len(launched))[:, None] - np.linspace(0, 1, len(rows))[None, :])
+    apart += 3 * np.abs(np.linspace(0, 1, len(ran))[:, None] - np.linspace(0, 1, len(rows))[None, :])
     for i, (fp8, lie, counter, own) in enumerate(seen):
         for j, (wants_fp8, wants_lie, batched, even) in enumerate(wanted):
             apart[i, j] += 100 * (fp8 != wants_fp8) + (counter != batched) + (own != even)
             apart[i, j] += not (batched or fp8) and lie != wants_lie
     # Of a precision of which another number ran than was predicted nothing is known.
-    sure = [sum(fp8 == ran for ran, *_ in seen) == sum(fp8 == wants for wants, *_ in wanted) for fp8 in (False, True)]
+    sure = [sum(fp8 == its for its, *_ in seen) == sum(fp8 == wants for wants, *_ in wanted) for fp8 in (False, True)]
     pairs = zip(*linear_sum_assignment(apart), strict=True)
     return [
         {**rows[j][1]._asdict(), "us": float(times[i])} for i, j in pairs if seen[i][0] == wanted[j][0] and sure[wanted[j][0]]
@@ -232,7 +235,8 @@ def recounted(table: pd.DataFrame) -> pd.DataFrame:
 def table_of(profile: dict[str, Any], answer: WhatIf) -> pd.DataFrame:
     """Every kernel of one step that found its partner."""
     kernels, gemms = predicted_kernels(answer, profile["variant"])
-    fused = pd.DataFrame(paired_fused(measured_kernels(profile), kernels, profile["batch"])).drop(columns="staged")
+    pairs = paired_fused(measured_kernels(profile), kernels, profile["batch"])
+    fused = pd.DataFrame(pairs, columns=list(PAIRED)).drop(columns="staged")
     # Adds that meet in small tables take longer, which `whole_step.conflicts` has.
     adds = fused["kind"] == "scatter"
     fused.loc[adds, "us"] = fused[adds].groupby(["kept", "read_bytes"])["us"].transform("median")
@@ -254,14 +258,17 @@ def table_of(profile: dict[str, Any], answer: WhatIf) -> pd.DataFrame:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("profiles", type=Path, nargs="*")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("profiles", type=Path, nargs="*", help="what benchmarks/step_profile.py wrote")
+    parser.add_argument("--out", type=Path, required=True, help="parquet file of the table, extended if it is there")
     parser.add_argument("--shared", action="store_true", help="other work ran on the GPU's machine beside these steps")
     parser.add_argument("--recount", action="store_true", help="count the kernels of the steps that are there anew")
     options = parser.parse_args()
     if options.recount:
-        recounted(pd.read_parquet(options.out)).to_parquet(options.out, index=False)
+        counted_anew = recounted(pd.read_parquet(options.out))
+        write_atomic(options.out, lambda beside: counted_anew.to_parquet(beside, index=False))
         return 0
+    if not options.profiles:
+        parser.error("no profile to take kernels from; name what benchmarks/step_profile.py wrote, or give --recount")
     sidecar = options.out.with_suffix(".json")
     about = json.loads(sidecar.read_text()) if sidecar.exists() else {"schema_version": 1, "runs": []}
     tables: list[pd.DataFrame] = []
@@ -284,8 +291,8 @@ def main() -> int:
         before, new = pd.read_parquet(options.out), set(table[list(STEP)].itertuples(index=False, name=None))
         kept = [step not in new for step in before[list(STEP)].itertuples(index=False, name=None)]
         table = pd.concat([before[kept], table], ignore_index=True)
-    table.to_parquet(options.out, index=False)
-    sidecar.write_text(json.dumps(about, indent=1) + "\n")
+    write_atomic(sidecar, lambda beside: beside.write_text(json.dumps(about, indent=1) + "\n"))
+    write_atomic(options.out, lambda beside: table.to_parquet(beside, index=False))
     print(f"{options.out}: {len(table)} kernels of {table.groupby(list(STEP)).ngroups} steps")
     return 0
 

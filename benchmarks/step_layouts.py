@@ -22,6 +22,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from hil.files import write_atomic
+from hil.fingerprint import fingerprint, has_gpu
+
 ROUND = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
 UNEVEN = (1, 2, 3, 4, 6, 10, 12, 13, 20, 26, 27, 28, 36, 39, 60, 75, 100, 117, 250, 351, 367, 479, 514, 845, 1002, 1500)
 MOST_ELEMENTS = 2**27
@@ -121,17 +124,19 @@ def measured(shapes: Sequence[Product], deadline: float) -> list[dict[str, Any]]
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--count", type=int, default=400)
+    parser.add_argument("--out", type=Path, required=True, help="parquet file of the table")
+    parser.add_argument("--count", type=int, default=400, help="products to draw (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=120.0, help="stop in time and keep what is measured")
     options = parser.parse_args()
 
-    from hil.fingerprint import fingerprint
-
+    if not has_gpu():
+        return 3
     rows = measured(drawn(options.count, options.seed), time.time() + options.seconds)
+    if not rows:
+        print("nothing was measured; give more --seconds", file=sys.stderr)
+        return 1
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    pd.DataFrame(rows).to_parquet(options.out, index=False)
     about = {
         "schema_version": 1,
         "command": f"python benchmarks/step_layouts.py --count {options.count} --seed {options.seed} --out {options.out.name}",
@@ -139,7 +144,8 @@ def main() -> int:
         "rows": len(rows),
         "machine": fingerprint(),
     }
-    options.out.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
+    write_atomic(options.out.with_suffix(".json"), lambda beside: beside.write_text(json.dumps(about, indent=1) + "\n"))
+    write_atomic(options.out, lambda beside: pd.DataFrame(rows).to_parquet(beside, index=False))
     print(f"{options.out}: {len(rows)} products")
     return 0
 

@@ -6,10 +6,10 @@
 accuracy: cross-validation by whole shapes over the fitted sweeps of an H200. repeat: how far two runs' timings of one kernel
 on one shape are apart, and half of that, which is what the best guess between them is off. coverage: whole runs left out, the
 intervals from the errors of other left-out runs alone. unseen: the shipped trees on the sweeps that no fit saw, the zoo's
-models, `blind` to `blind4` and `blind_memory`. extrapolation: fitted without the largest octave of M, N, K and FLOPs, and
-without one K, and judged there. peers: each fitted on the same folds; nvMatmulHeuristics where it is installed (pip install
-nvidia-matmul-heuristics). Regret is the geometric mean of the chosen kernel's measured time over the best one's: per FP8 kernel
-of the choice between it and bf16. On two cores everything takes about half an hour.
+models, `blind` to `blind4`, `blind_memory` and `blind_memory2`. extrapolation: fitted without the largest octave of M, N, K and
+FLOPs, and without one K, and judged there. peers: each fitted on the same folds; nvMatmulHeuristics where it is installed (pip
+install nvidia-matmul-heuristics). Regret is the geometric mean of the chosen kernel's measured time over the best one's: per FP8
+kernel of the choice between it and bf16. On two cores everything takes about half an hour.
 """
 
 from __future__ import annotations

@@ -105,3 +105,15 @@ def test_gemms_alike_in_time_are_told_by_how_their_operands_lie_and_what_ran_bef
 
 def test_gemms_of_another_number_are_left_out(benchmark):
     assert benchmark.paired_gemms(profile((FORWARD, 1.0), ("nvjet_sm90_qqtst", 2.0)), ROWS, [1.0, 5.0, 9.5]) == []
+
+
+def test_a_profile_without_kernels_of_torch_compile_has_none(benchmark):
+    found = benchmark.measured_kernels({"kernels": [{"kernel": "nvjet_sm90", "kind": "gemm", "launches": 1.0}]})
+    assert found.empty and benchmark.paired_fused(found, [fused("pointwise", 64, 1, 128, 128)], 1) == []
+
+
+def test_no_profiles_are_refused_in_one_line(benchmark, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("sys.argv", ["step_kernels.py", "--out", str(tmp_path / "t.parquet")])
+    with pytest.raises(SystemExit) as stop:
+        benchmark.main()
+    assert stop.value.code == 2 and "no profile to take kernels from" in capsys.readouterr().err
