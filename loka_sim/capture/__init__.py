@@ -55,15 +55,17 @@ def capture(
         batch: The inputs' batch; if None that of the first floating tensor in them, else see `twin.find_batch`.
 
     Raises:
-        UserError: the model fails without data (the one line names the module, the operation and the mend).
+        UserError: the model fails without data (the one line names the module, the operation and the mend), or does not take
+            these inputs.
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper: the capture needs the model as written
     batch = twin.find_batch(inputs, batch_dim, batch)
+    twin.arguments(model, inputs)
     batches = [batch * multiple for multiple in MULTIPLES]
     try:
         runs = [_run(model, inputs, loss, batch, size, batch_dim, fake=False) for size in batches]
     except _Failure as failure:
-        problem = failure.explained(type(model).__name__, batch)
+        problem = failure.explained(model, inputs, batch)
         if not failure.needs_data:
             raise problem from failure.error
         try:  # fake tensors know more: the device that they claim, and sizes that only data decide
@@ -114,18 +116,18 @@ class _Failure(Exception):
             re.search("[Mm]eta|data-dependent|numpy|unallocated storage", str(error))
         )
 
-    def explained(self, model: str, batch: int) -> UserError:
+    def explained(self, model: nn.Module, inputs: Any, batch: int) -> UserError:
         """The one line for the user."""
         lines = [line.strip() for line in str(self.error).splitlines() if line.strip()]
         reason = lines[0][:200] if lines else type(self.error).__name__
-        where = f"{model}, module {self.module}, operation {self.operation}"
+        where = f"{type(model).__name__}, module {self.module}, operation {self.operation}"
         if self.batch != batch:
             mend = f"take sizes from the inputs' shapes (it ran at batch {batch})"
             return UserError(f"{where}: fails at batch {self.batch}: {reason}; {mend}")
         if self.needs_data:
             mend = "let no shape or branch depend on tensor values, or write a spec file"
             return UserError(f"{where}: needs data, which a capture has not: {reason}; {mend}")
-        return UserError(f"{where}: {reason}; check that the inputs fit the model")
+        return UserError(f"{where}: {reason}; {twin.mend(model, inputs)}")
 
 
 def _run(

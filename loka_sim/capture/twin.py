@@ -139,16 +139,54 @@ def hollow_inputs(inputs: Any, device: str, old: int, new: int, batch_dim: int) 
 
 
 def arguments(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs as a call takes them: a tuple or list are positional, a dict keyword ones where `forward` takes its keys."""
+    """Inputs as a call takes them: a tuple or list are positional, a dict keyword ones where `forward` takes its keys.
+
+    Raises:
+        UserError: a dict is neither that nor the one argument of `forward`; what does not fit is named.
+    """
     if isinstance(inputs, tuple | list):
         return tuple(inputs), {}
-    if isinstance(inputs, dict) and all(isinstance(key, str) for key in inputs):
-        try:
-            inspect.signature(model.forward).bind(**inputs)
-        except TypeError:
-            return (inputs,), {}
+    if not _is_named(inputs):
+        return (inputs,), {}
+    misfit = _misfit(model, inputs)
+    if not misfit:
         return (), inputs
+    try:
+        inspect.signature(model.forward).bind(inputs)
+    except TypeError:
+        raise UserError(
+            f"inputs: {type(model).__name__}.forward {misfit}; name the dict's keys after its arguments, or pass a tuple"
+        ) from None
     return (inputs,), {}
+
+
+def _is_named(inputs: Any) -> bool:
+    return isinstance(inputs, dict) and all(isinstance(key, str) for key in inputs)
+
+
+def _misfit(model: nn.Module, inputs: dict[str, Any]) -> str:
+    """Why a dict cannot be the keyword arguments of `forward`; nothing where it can."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    needed = [each for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_ONLY]
+    needed += [each for each in named if each.default is each.empty and each.name not in inputs]
+    taken = {each.name for each in named}
+    unknown = [] if any(each.kind is each.VAR_KEYWORD for each in parameters) else [key for key in inputs if key not in taken]
+    found = [f"{what} {names[0]!r}" for what, names in (
+        ("takes no", unknown), ("needs", [each.name for each in needed]),
+    ) if names]  # fmt: skip
+    return " and ".join(found)
+
+
+def mend(model: nn.Module, inputs: Any) -> str:
+    """What to do where the model fails on its inputs: a dict may be one argument only because a key of it is wrong."""
+    if (
+        _is_named(inputs)
+        and (misfit := _misfit(model, inputs))
+        and set(inputs) & set(inspect.signature(model.forward).parameters)
+    ):
+        return f"forward {misfit}, so that the dict was its one argument: name the keys after forward's arguments"
+    return "check that the inputs fit the model"
 
 
 def call(model: nn.Module, inputs: Any) -> Any:

@@ -102,6 +102,47 @@ def test_inputs_that_do_not_fit_are_said():
     assert text.startswith("Outer, module first, operation linear: ") and text.endswith("check that the inputs fit the model")
 
 
+class Named(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.linear, self.forward = nn.Linear(8, 8), forward.__get__(self)
+
+
+def both(self, dense, ids):
+    return self.linear(dense) + ids[:, None]
+
+
+def dense_and_more(self, dense, scale=None):
+    return self.linear(dense) if scale is None else self.linear(dense) * scale
+
+
+def one(self, batch):
+    return self.linear(batch["dense"])
+
+
+@pytest.mark.parametrize(
+    ("forward", "keys", "said"),
+    [
+        (both, ("dense", "idz"), "takes no 'idz' and needs 'ids'"),
+        (both, ("dense",), "needs 'ids'"),
+        (both, ("dense", "ids", "labels"), "takes no 'labels'"),
+    ],
+)
+def test_a_key_that_forward_lacks_is_named(forward, keys, said):
+    inputs = {key: torch.randn(4, 8) if key == "dense" else torch.ones(4) for key in keys}
+    text = refusal(Named(forward), inputs)
+    assert text == f"inputs: Named.forward {said}; name the dict's keys after its arguments, or pass a tuple"
+
+
+def test_a_key_that_forward_lacks_is_named_where_the_dict_could_be_its_one_argument():
+    text = refusal(Named(dense_and_more), {"dense": torch.randn(4, 8), "scala": torch.ones(4, 1)})
+    assert text.startswith("Named, ") and text.endswith(
+        "; forward takes no 'scala', so that the dict was its one argument: name the keys after forward's arguments"
+    )
+    assert refusal(Named(one), {"dense": torch.randn(4, 9)}).endswith("; check that the inputs fit the model")
+    assert [site.name for site in capture(Named(one), {"dense": torch.randn(4, 8)}).sites] == ["linear"]
+
+
 def test_a_batch_written_in_the_model_is_said():
     text = refusal(Outer(lambda x: x.view(4, 2, 4).flatten(1)))
     assert text.startswith("Outer, module inner, operation view: fails at batch 8: ")
