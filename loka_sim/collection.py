@@ -41,7 +41,7 @@ MOST_LAUNCHED, MOST_MINUTES_LAUNCHING = 120_000, 4.5
 # Of a long run's time for kernels of one library, what its GEMMs take: memory-bound kernels take longer to their 60 rows.
 GEMMS = 0.37
 # Libraries beside torch whose GEMMs are launched quickly, too, and what that takes of their time: our own are compiled first.
-LAUNCHED, LAUNCHING = ("fbgemm/", "loka/"), 0.45
+LAUNCHED, LAUNCHING = ("fbgemm/", "loka/"), 0.42
 # Asking cuBLAS: what processes take to start, and the seconds of less than which tell too little, of more than which little more;
 # learning takes as many at most.
 ASKING_STARTS_S, LEAST_ASKING_S, MOST_ASKING_S = 20.0, 10.0, 60.0
@@ -86,7 +86,7 @@ class Shares:
         # A fit takes a minute or less on 16 cores.
         end = 0.9
         choices = end - (0.1 if gpus > 1 else 0.0)
-        return cls(choices - 0.46, choices - 0.3, choices - 0.1, choices, end)
+        return cls(choices - 0.46, choices - 0.31, choices - 0.1, choices, end)
 
     @property
     def own(self) -> bool:

@@ -257,12 +257,14 @@ def test_asking_that_fails_or_has_no_time_is_said_and_not_fatal(tmp_path, monkey
 
 
 def test_the_parts_of_a_long_run_leave_each_what_it_needs():
-    # Seconds that were measured on an H200 beside 16 cores: 12 rows of memory-bound kernels in one, 24 to start their processes.
+    # As measured on an H200 beside 16 cores: 12 rows of torch's memory-bound kernels in a second, 24 s to start their processes.
     for minutes in (15, 17, 28):
         shares = collection.Shares.of(minutes, 1, True)
         ends = [60 * minutes * end for end in (shares.sweeps, shares.launches, shares.libraries, shares.choices)]
         assert shares.own and ends == sorted(ends) and shares.collectives == shares.choices
         assert 12 * ((1 - collection.GEMMS) * (ends[0] - 7) - 24) > 2410, "rows until the last of torch's kernels has its 60"
+        memory = (1 - collection.GEMMS) * (1 - collection.LAUNCHING) * (ends[2] - ends[1])
+        assert 23 * (memory - 4) > 1452, "likewise of other libraries', at 23 rows in a second"
         assert ends[3] - ends[2] >= 90 and 60 * minutes - ends[3] >= 90, "asking and learning; a fit"
     alone, several = (collection.Shares.of(20, gpus, True) for gpus in (1, 8))
     assert several.collectives - several.choices == pytest.approx(0.1) and several.choices < alone.choices
