@@ -17,7 +17,8 @@ from hil import launches
 from hil.choices import KERNELS_ASKED
 from hil.collect import FAMILIES, legal_runners
 from loka_sim import collection
-from loka_sim.collection import collect, hardware_of
+from loka_sim.ceilings import hardware_of
+from loka_sim.collection import collect
 from loka_sim.errors import DataError, UserError
 from loka_sim.validation import measuring
 from perfmodel.judge import SHAPE
