@@ -16,7 +16,7 @@ def add(verbs: Any) -> None:
         "whatif",
         help="which GEMMs of a model may run in FP8, and what it is worth",
         allow_abbrev=False,
-        description="Decide per GEMM and pass which kernel to run, and predict the dense step's time.",
+        description="Decide per GEMM and pass which kernel to run, and predict the time of the dense part and of the whole step.",
         epilog="Exit code 0: FP8 pays somewhere; 1: nowhere.",
     )
     add_question(verb)
