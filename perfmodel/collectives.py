@@ -22,6 +22,8 @@ LARGE_BYTES = 2**20
 COVERAGE = 0.9
 OCTAVES = 3
 """How far beyond the largest size errors are judged: by predicting it without so many octaves below it."""
+MOST_BYTES = 2.0**62
+"""Sizes and counts from which on no arithmetic with them is sure to be right."""
 SCALE_BYTES = 4
 """Bytes of one row's scale in a compressed message."""
 INTERPOLATED, EXTRAPOLATED, MODELLED = "interpolated", "extrapolated", "modelled"
@@ -147,8 +149,8 @@ class CollectiveModel:
         cluster = PRESETS.get(f"hgx_{self.hardware.partition('-')[0]}") if cluster is None else cluster
         asked = frame.reset_index(drop=True)
         sizes = _numbers(asked["bytes_per_rank"])
-        if len(sizes) and not (np.isfinite(sizes).all() and sizes.min() > 0):
-            raise ValueError("bytes_per_rank must be positive and finite; leave out collectives of nothing")
+        if not ((sizes > 0) & (sizes < MOST_BYTES)).all():
+            raise ValueError("bytes_per_rank must be positive and finite, and below 2^62; leave out collectives of nothing")
         defaults: dict[str, str | int] = {"dtype": "bf16", "groups": 1, "dim": 0, "split": "equal", "per_host": 0}
         columns = {
             name: asked[name].fillna(value) if name in asked else pd.Series([value] * len(asked))
@@ -157,8 +159,8 @@ class CollectiveModel:
         keys = pd.DataFrame({"op": asked["op"], "ranks": asked["ranks"], **columns})
         for name in ("ranks", "groups", "dim", "per_host"):
             whole, least = _numbers(keys[name]), {"ranks": 2, "groups": 1}.get(name, 0)
-            if (wrong := ~((whole % 1 == 0) & (whole >= least))).any():
-                raise ValueError(f"{name} = {keys[name][wrong].iloc[0]}; give a whole number, {least} or more")
+            if (wrong := ~((np.floor(whole) == whole) & (whole >= least) & (whole < MOST_BYTES))).any():
+                raise ValueError(f"{name} = {keys[name][wrong].iloc[0]}; give a whole number, {least} or more, below 2^62")
             keys[name] = whole.astype(int)
         distinct = keys.groupby(list(keys.columns), sort=False).ngroup().to_numpy()
         order = np.argsort(distinct, kind="stable")

@@ -240,7 +240,7 @@ def accuracy(measured: Array, predicted: Array, bounds: Array | None = None) -> 
 
 
 def coverage_by_class(measured: Array, predicted: Array, bounds: Array) -> list[dict[str, float]]:
-    """Rows, and the share of them inside `bounds`, per size class of the predicted time; None where there are no rows."""
+    """Rows, and the share of them inside `bounds`, per size class of the predicted time; no share where there are no rows."""
     inside, classes = (measured >= bounds[:, 0]) & (measured <= bounds[:, 1]), size_class(predicted)
     chosen = [inside[classes == number] for number in range(len(SIZE_CLASSES_US) + 1)]
     return [{"n": len(c), **({"coverage": float(c.mean())} if len(c) else {})} for c in chosen]

@@ -98,7 +98,7 @@ def inputs(kernel: str, base_us: Array, sizes: Sizes, base: PerfModel) -> tuple[
 
 
 def apply(corrections: dict[str, Correction], base: PerfModel, rows: pd.DataFrame) -> tuple[Array, Array]:
-    """Log correction and scale of each row (of a frame that went through `_with_base`)."""
+    """Log correction and scale of each row (of a frame that went through `with_base`)."""
     value, scale = np.zeros(len(rows)), rows["scale"].to_numpy().copy()
     for kernel, index in rows.groupby("kernel").indices.items():
         part = rows.iloc[index]
