@@ -7,6 +7,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from numbers import Real
@@ -20,10 +21,11 @@ from perfmodel import hardware as hardware_module
 from perfmodel.choice import Choice, with_choice
 from perfmodel.data_folder import data_folder
 from perfmodel.features import features
+from perfmodel.forest import worth_compiling
 from perfmodel.hardware import HardwareSpec
 from perfmodel.kernels import KERNELS
 from perfmodel.memory_costs import estimated_us
-from perfmodel.network import Network
+from perfmodel.network import Network, single_threaded
 from perfmodel.roofline import roofline_us
 from perfmodel.trees import Trees
 
@@ -48,6 +50,9 @@ LAUNCH_FLOOR_US = 1.0
 SIZE_CLASSES_US = (5.0, 20.0, 100.0)
 # What the features know of a size's alignment: its remainder by this.
 EDGE_MULTIPLE = 256
+# Threads of a prediction; rows of one kernel that one works on at once, few enough for its cache; and rows from which on more
+# than one is woken.
+THREADS, _ROWS_AT_ONCE, _MANY_ROWS = 2, 4096, 4096
 
 
 def size_class(time_us: Array) -> npt.NDArray[np.int64]:
@@ -241,6 +246,12 @@ class PerfModel:
         _, matrix, smooth = self.seen(kernel, sizes)
         return smooth + self.learned(kernel)[1].predict(matrix).astype(np.float64)
 
+    def _times(self, kernel: str, sizes: Sizes) -> Array:
+        """Times of calls of one kernel and both ends of their intervals, (calls, 3)."""
+        time = baseline_us(kernel, *sizes, self.hardware, self.planned(kernel)) * np.exp(self._ratio(kernel, sizes))
+        factors = np.asarray(self.manifest["kernels"][kernel]["interval_factors"])[size_class(time)]
+        return np.stack([time, time * factors[:, 0], time * factors[:, 1]], axis=1)
+
     @overload
     def predict(self, frame: pd.DataFrame) -> pd.DataFrame: ...
 
@@ -282,13 +293,24 @@ class PerfModel:
                 raise ValueError(
                     f"{name} = {size[wrong][0]:g} is no size; m, n, k and groups must be at least 1, and whole numbers"
                 )
-        result = np.empty((len(kernels), 3))
+        result, parts = np.empty((len(kernels), 3)), []
         for name, rows in _places(kernels).items():
-            sizes = m[rows], n[rows], k[rows], groups[rows]
-            self._refuse(name, sizes)
-            time = baseline_us(name, *sizes, self.hardware, self.planned(name)) * np.exp(self._ratio(name, sizes))
-            factors = np.asarray(self.manifest["kernels"][name]["interval_factors"])[size_class(time)]
-            result[rows] = np.stack([time, time * factors[:, 0], time * factors[:, 1]], axis=1)
+            self._refuse(name, (m[rows], n[rows], k[rows], groups[rows]))
+            parts += [(name, rows[start : start + _ROWS_AT_ONCE]) for start in range(0, len(rows), _ROWS_AT_ONCE)]
+
+        def fill(part: tuple[str, npt.NDArray[np.intp]]) -> None:
+            name, rows = part
+            result[rows] = self._times(name, (m[rows], n[rows], k[rows], groups[rows]))
+
+        if len(kernels) < _MANY_ROWS:
+            for part in parts:
+                fill(part)
+        else:
+            worth_compiling(len(kernels))
+            with single_threaded(), ThreadPoolExecutor(THREADS) as pool:
+                # Each kernel's files are read once before two threads may ask for them.
+                for found in (pool.map(self.learned, dict.fromkeys(name for name, _ in parts)), pool.map(fill, parts)):
+                    list(found)
         columns = dict(zip(("time_us", "low_us", "high_us"), result.T, strict=True))
         if isinstance(frame, Mapping):
             return columns

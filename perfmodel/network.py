@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -32,9 +32,6 @@ REACH = 4.0
 # Rows are multiplied in blocks of just this many, the last one filled up: a row's value then does not depend on those that
 # it came with, as it would in its last bits if the matrix library met another number of rows.
 _BLOCK = 512
-# A block is too small for the matrix library's threads, which wait for each other longer than they multiply; many are shared
-# out whole.
-THREADS, _BLOCKS_A_THREAD = 2, 4
 
 
 def _gate(x: Array) -> Array:
@@ -50,6 +47,15 @@ def _threads() -> Any:
     from threadpoolctl import ThreadpoolController
 
     return ThreadpoolController()
+
+
+def single_threaded() -> AbstractContextManager[Any]:
+    """The matrix library with one thread: for a block, several wait for each other longer than they multiply.
+
+    The limit is the process': whoever runs networks in threads of their own enters it around all of them.
+    """
+    context: AbstractContextManager[Any] = _threads().limit(limits=1, user_api="blas")
+    return context
 
 
 @dataclass(frozen=True)
@@ -78,13 +84,8 @@ class Network:
         """What the last layer gives for each row of features, (rows, outputs)."""
         x = np.zeros((-(-len(matrix) // _BLOCK) * _BLOCK, matrix.shape[1]), dtype=np.float32)
         x[: len(matrix)] = self._normal(matrix)
-        blocks = x.reshape(-1, _BLOCK, x.shape[1])
-        with _threads().limit(limits=1, user_api="blas"):
-            if len(blocks) < _BLOCKS_A_THREAD * THREADS:
-                parts = [self._forward(block)[-1] for block in blocks]
-            else:
-                with ThreadPoolExecutor(THREADS) as pool:
-                    parts = list(pool.map(lambda block: self._forward(block)[-1], blocks))
+        with single_threaded():
+            parts = [self._forward(block)[-1] for block in x.reshape(-1, _BLOCK, x.shape[1])]
         empty = np.empty((0, self.layers[-1][1].size), dtype=np.float32)
         return np.concatenate([empty, *parts])[: len(matrix)]
 

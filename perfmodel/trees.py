@@ -1,4 +1,4 @@
-"""Gradient-boosted trees as xgboost saved them, evaluated by xgboost's own library.
+"""Gradient-boosted trees as xgboost saved them, evaluated by xgboost's own library, or many rows by `perfmodel.forest`.
 
 Importing the package `xgboost` also imports SciPy and scikit-learn, about a second that a prediction has no use for. The
 trees need the package's shared library only, which is called here through its C API: the results are xgboost's own.
@@ -10,15 +10,15 @@ import ctypes
 import importlib.util
 import json
 import sys
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
 
-THREADS = 2
-# Rows from which on another thread is woken: for fewer, waiting for it takes longer than their trees where a core is busy.
-ROWS_A_THREAD = 1024
+from perfmodel.forest import Forest, worth_compiling
+
 _FILES = {"win32": "xgboost.dll", "darwin": "libxgboost.dylib"}
 
 
@@ -41,65 +41,42 @@ def _check(status: int) -> None:
         raise ValueError(f"xgboost refuses the trees: {(message.splitlines() or ['no reason given'])[0]}")
 
 
-class Trees:
-    """An ensemble of trees, ready to predict."""
+class _Booster:
+    """Trees in xgboost's library, on one thread."""
 
-    def __init__(self, saved: bytes, threads: int = THREADS) -> None:
-        """Read trees that `xgboost.Booster.save_raw` saved.
-
-        Args:
-            saved: Their bytes, as UBJSON or JSON.
-            threads: Most CPU threads of a prediction.
-
-        Raises:
-            ValueError: xgboost cannot read them.
-            ModuleNotFoundError: xgboost is not installed.
-        """
+    def __init__(self, saved: bytes) -> None:
+        """Read them; raises as `Trees`."""
         self._handle = ctypes.c_void_p()
         library = _library()
         _check(library.XGBoosterCreate(None, ctypes.c_uint64(0), ctypes.byref(self._handle)))
         _check(library.XGBoosterLoadModelFromBuffer(self._handle, saved, ctypes.c_uint64(len(saved))))
-        self.threads = threads
+        _check(library.XGBoosterSetParam(self._handle, b"nthread", b"1"))
         number = ctypes.c_uint64()
         _check(library.XGBoosterGetNumFeature(self._handle, ctypes.byref(number)))
         self.features = number.value
+        # The library configures a booster when it is first asked.
+        self._alone = Lock()
 
     def __del__(self) -> None:
         """Free what the library holds."""
         if self._handle:
             _library().XGBoosterFree(self._handle)
 
-    def predict(self, matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
-        """The sum of the trees' leaves for each row.
+    def saved(self) -> bytes:
+        """The trees as UBJSON."""
+        length, out = ctypes.c_uint64(), ctypes.POINTER(ctypes.c_char)()
+        config = b'{"format": "ubj"}'
+        _check(_library().XGBoosterSaveModelToBuffer(self._handle, config, ctypes.byref(length), ctypes.byref(out)))
+        return ctypes.string_at(out, length.value)
 
-        Args:
-            matrix: Features, (rows, features); NaN where one is missing.
-
-        Returns:
-            (rows,).
-
-        Raises:
-            ValueError: the matrix has another number of columns than the trees were fitted on.
-        """
-        return self._evaluate(matrix, contributions=False).reshape(-1)
-
-    def contributions(self, matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
-        """What each feature adds to each row's prediction (SHAP values), and in the last column the mean prediction.
-
-        Args:
-            matrix: Features, (rows, features).
-
-        Returns:
-            (rows, features + 1); a row's sum is its prediction.
-        """
-        return self._evaluate(matrix, contributions=True)
-
-    def _evaluate(self, matrix: npt.NDArray[np.floating], contributions: bool) -> npt.NDArray[np.float32]:
-        values = np.ascontiguousarray(matrix, dtype=np.float32)
-        if values.ndim != 2 or values.shape[1] != self.features:
-            raise ValueError(f"the trees were fitted on {self.features} features; the matrix has the shape {values.shape}")
+    def evaluate(self, values: npt.NDArray[np.float32], contributions: bool) -> npt.NDArray[np.float32]:
+        """What `Trees.predict` or `Trees.contributions` gives, of rows that lie densely in memory, (rows, 1 or more)."""
         if not len(values):
             return np.empty((0, self.features + 1 if contributions else 1), dtype=np.float32)
+        with self._alone:
+            return self._evaluate(values, contributions)
+
+    def _evaluate(self, values: npt.NDArray[np.float32], contributions: bool) -> npt.NDArray[np.float32]:
         library, interface = (
             _library(),
             json.dumps({"data": [values.ctypes.data, True], "shape": values.shape, "typestr": "<f4", "version": 3}).encode(),
@@ -111,8 +88,6 @@ class Trees:
         shape, dimensions = ctypes.POINTER(ctypes.c_uint64)(), ctypes.c_uint64()
         out = ctypes.POINTER(ctypes.c_float)()
         results = ctypes.byref(shape), ctypes.byref(dimensions), ctypes.byref(out)
-        threads = min(max(len(values) // ROWS_A_THREAD, 1), self.threads)
-        _check(library.XGBoosterSetParam(self._handle, b"nthread", str(threads).encode()))
         if contributions:
             data = ctypes.c_void_p()
             _check(library.XGDMatrixCreateFromDense(interface, b'{"missing": NaN}', ctypes.byref(data)))
@@ -129,3 +104,67 @@ class Trees:
         # The library owns its result, and overwrites it at the next prediction.
         extents = tuple(int(shape[axis]) for axis in range(dimensions.value))
         return np.ctypeslib.as_array(out, shape=extents).copy()
+
+
+class Trees:
+    """An ensemble of trees, ready to predict."""
+
+    def __init__(self, saved: bytes) -> None:
+        """Read trees that `xgboost.Booster.save_raw` saved.
+
+        Args:
+            saved: Their bytes, as UBJSON or JSON.
+
+        Raises:
+            ValueError: xgboost cannot read them.
+            ModuleNotFoundError: xgboost is not installed.
+        """
+        self._saved: bytes | None = saved
+        some = self._forest if worth_compiling(0) else None
+        self.features = (some or self._booster).features
+
+    @cached_property
+    def _forest(self) -> Forest | None:
+        return Forest.of(self._booster.saved() if self._saved is None else self._saved)
+
+    @cached_property
+    def _booster(self) -> _Booster:
+        assert self._saved is not None
+        booster = _Booster(self._saved)
+        # Megabytes, of which the library has its own by now.
+        self._saved = None
+        return booster
+
+    def predict(self, matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
+        """The sum of the trees' leaves for each row.
+
+        Args:
+            matrix: Features, (rows, features); NaN where one is missing.
+
+        Returns:
+            (rows,).
+
+        Raises:
+            ValueError: the matrix has another number of columns than the trees were fitted on.
+        """
+        values = self._values(matrix)
+        if worth_compiling(len(values)) and self._forest and not np.isnan(values).any():
+            return self._forest.sums(values)
+        return self._booster.evaluate(values, contributions=False).reshape(-1)
+
+    def contributions(self, matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
+        """What each feature adds to each row's prediction (SHAP values), and in the last column the mean prediction.
+
+        Args:
+            matrix: Features, (rows, features).
+
+        Returns:
+            (rows, features + 1); a row's sum is its prediction.
+        """
+        return self._booster.evaluate(self._values(matrix), contributions=True)
+
+    def _values(self, matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
+        values = np.ascontiguousarray(matrix, dtype=np.float32)
+        if values.ndim != 2 or values.shape[1] != self.features:
+            raise ValueError(f"the trees were fitted on {self.features} features; the matrix has the shape {values.shape}")
+        return values

@@ -1,0 +1,128 @@
+"""Trees summed by the compiled loop: xgboost's predictions to the last bit, and nothing where they would not be."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import xgboost
+
+from perfmodel import forest
+from perfmodel.forest import Forest
+from perfmodel.trees import Trees
+
+
+def trained(rows: int = 3000, rounds: int = 40, **parameters) -> xgboost.Booster:
+    generator = np.random.default_rng(0)
+    matrix = generator.uniform(-3, 3, (rows, 6)).astype(np.float32)
+    target = np.sin(3 * matrix[:, 0]) + matrix[:, 1] * (matrix[:, 2] > 0) + 0.7
+    return xgboost.train({"max_depth": 5, "eta": 0.2, "seed": 0, **parameters}, xgboost.DMatrix(matrix, target), rounds)
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 128, 5003])
+@pytest.mark.parametrize(
+    "parameters",
+    [{}, {"max_depth": 12, "objective": "reg:absoluteerror"}, {"grow_policy": "lossguide", "max_leaves": 50}, {"max_depth": 1}],
+)
+def test_sums_are_xgboosts(parameters, rows):
+    booster = trained(**parameters)
+    saved = bytes(booster.save_raw("ubj"))
+    found = Forest.of(saved)
+    assert found is not None and found.features == 6 and len(found.roots) == 40
+    matrix = np.random.default_rng(1).uniform(-4, 4, (rows, 6)).astype(np.float32)
+    # On the very edges of splits, where left and right are a bit apart.
+    edges = np.random.default_rng(2).choice(found.values, matrix.shape)
+    for some in (matrix, edges):
+        np.testing.assert_array_equal(found.sums(some), booster.predict(xgboost.DMatrix(some)))
+
+
+def test_a_tree_that_is_one_leaf_adds_it():
+    booster = trained(rounds=3, min_child_weight=1e9)
+    found = Forest.of(bytes(booster.save_raw("ubj")))
+    assert found is not None and found.depths.tolist() == [0, 0, 0]
+    matrix = np.ones((5, 6), dtype=np.float32)
+    np.testing.assert_array_equal(found.sums(matrix), booster.predict(xgboost.DMatrix(matrix)))
+
+
+def test_what_is_no_plain_sum_of_leaves_is_left_to_xgboost():
+    assert Forest.of(bytes(trained().save_raw("json"))) is None
+    assert Forest.of(bytes(trained(booster="dart", rate_drop=0.5).save_raw("ubj"))) is None
+    generator = np.random.default_rng(0)
+    matrix = np.concatenate([generator.uniform(-3, 3, (500, 2)), generator.integers(0, 5, (500, 1))], axis=1)
+    data = xgboost.DMatrix(matrix, np.stack([matrix[:, 0], matrix[:, 1]], axis=1))
+    assert Forest.of(bytes(xgboost.train({}, data, 5).save_raw("ubj"))) is None
+    data = xgboost.DMatrix(matrix, matrix[:, 2] % 2)
+    assert Forest.of(bytes(xgboost.train({"objective": "binary:logistic"}, data, 5).save_raw("ubj"))) is None
+    kinds = ["float", "float", "c"]
+    data = xgboost.DMatrix(matrix, matrix[:, 2] % 2, feature_types=kinds, enable_categorical=True)
+    assert Forest.of(bytes(xgboost.train({"max_cat_to_onehot": 9}, data, 5).save_raw("ubj"))) is None
+
+
+def test_damaged_trees_are_left_to_xgboost_which_refuses_them():
+    booster = trained(rounds=5)
+    saved = bytes(booster.save_raw("ubj"))
+    for end in range(0, len(saved) - 1, 997):
+        assert Forest.of(saved[:end]) is None
+    document = json.loads(bytes(booster.save_raw("json")))
+    tree = document["learner"]["gradient_booster"]["model"]["trees"][0]
+    # Links beyond the tree or back to where they came from would be followed outside of it, or for ever.
+    place = saved.index(b"left_children[$l#L") + len(b"left_children[$l#L") + 8
+    for child in (len(tree["left_children"]) - 1, 0, 2**30):
+        wrong = saved[:place] + child.to_bytes(4, "big") + saved[place + 4 :]
+        assert Forest.of(wrong) is None
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    assert forest._loop() is not None
+    monkeypatch.setattr(forest, "ROWS_WORTH_IMPORTING", 0)
+
+
+def test_trees_give_the_same_by_either_way(compiled, monkeypatch):
+    booster = trained()
+    saved = bytes(booster.save_raw("ubj"))
+    matrix = np.random.default_rng(1).uniform(-4, 4, (700, 6))
+    by_loop = Trees(saved)
+    assert "_booster" not in vars(by_loop)
+    expected = booster.predict(xgboost.DMatrix(matrix))
+    np.testing.assert_array_equal(by_loop.predict(matrix), expected)
+    assert "_booster" not in vars(by_loop) and by_loop.predict(matrix[:0]).shape == (0,)
+    # A missing feature goes where xgboost sends it; contributions are its own.
+    gap = matrix.copy()
+    gap[3, 1] = np.nan
+    np.testing.assert_array_equal(by_loop.predict(gap), booster.predict(xgboost.DMatrix(gap)))
+    np.testing.assert_array_equal(by_loop.contributions(gap), booster.predict(xgboost.DMatrix(gap), pred_contribs=True))
+    with pytest.raises(ValueError, match="fitted on 6 features"):
+        by_loop.predict(matrix[:, :5])
+    with pytest.raises(ValueError, match="xgboost refuses the trees"):
+        Trees(saved[: len(saved) // 2])
+    # Read by xgboost first, and by the loop when there are many rows.
+    monkeypatch.setattr(forest, "_loop", lambda: None)
+    later = Trees(saved)
+    np.testing.assert_array_equal(later.predict(matrix), expected)
+    monkeypatch.undo()
+    monkeypatch.setattr(forest, "ROWS_WORTH_IMPORTING", 0)
+    np.testing.assert_array_equal(later.predict(matrix), expected)
+    assert "_forest" in vars(later)
+
+
+def test_few_rows_import_no_numba_many_do_and_none_must():
+    code = (
+        "import sys, numpy as np, perfmodel\n"
+        "model, rows = perfmodel.load('h200'), np.arange(1, 40_001)\n"
+        "def ask(n):\n"
+        "    part = rows[:n]\n"
+        "    asked = {'kernel': ['torch/bf16'] * n, 'm': 1 + part % 5000, 'n': 64 + part % 900, 'k': 8 * (1 + part % 300)}\n"
+        "    return model.predict(asked)['time_us']\n"
+        "few = ask(6000)\n"
+        "assert 'numba' not in sys.modules\n"
+        "many = ask(40_000)\n"
+        "assert (many[:6000] == few).all()\n"
+        "print('perfmodel.forest_loop' in sys.modules)"
+    )
+    for setting, expected in (("0", "True"), ("1", "False")):
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": "", "NUMBA_DISABLE_JIT": setting}
+        )
+        assert run.stdout.strip() == expected, run.stderr
