@@ -76,7 +76,8 @@ class Packer:
 
     def __init__(self, layout: Layout, device: torch.device | str) -> None:
         """Keep where each payload lies on the device."""
-        from numerics.gpu import constants_of, converts
+        from numerics.gpu import converts
+        from numerics.gpu_constants import constants_of
         from numerics.recipe import Recipe
 
         self.layout = layout

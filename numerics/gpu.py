@@ -10,18 +10,17 @@ import functools
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 
 from numerics import gpu_kernels as kernels
 from numerics import gpu_meeting, gpu_pairs, gpu_words
 from numerics.gpu_columns import column_kernel, line_amax_kernel, line_scale_kernel
+from numerics.gpu_constants import Constants, constants_of
 from numerics.recipe import Recipe
 from numerics.sizes import cdiv, next_power_of_2
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
 # Values of one program: 32 a thread keeps enough loads in flight.
 _BLOCK = 8192
 # The same where each row or block of a row has a scale.
@@ -207,7 +206,7 @@ def line_scales(
     scales: torch.Tensor,
     inverses: torch.Tensor | None,
     flag: torch.Tensor | None,
-    constants: kernels.Constants,
+    constants: Constants,
     *,
     by_rows: bool,
 ) -> None:
@@ -232,70 +231,6 @@ def line_scales(
 def _group(recipe: Recipe) -> int:
     assert recipe.block is not None
     return recipe.block[1]
-
-
-@functools.cache
-def constants_of(recipe: Recipe, given: bool, hardware: bool) -> kernels.Constants:
-    """What the kernels are compiled for.
-
-    Args:
-        recipe: With an element format.
-        given: The amax is given: values may be beyond it.
-        hardware: The device has instructions that convert to e4m3 and e5m2.
-    """
-    fmt = recipe.element
-    shift = 23 - fmt.fraction_bits
-    step = 2.0 ** (fmt.max_exponent - fmt.fraction_bits)
-    truncate = recipe.rounding == "toward_zero"
-    wide = fmt.min_exponent == -126
-    top = int(fmt.max / step)
-    limit = _FLOAT32_MAX
-    if not truncate and not wide:
-        # The tie above the greatest value goes to it where its significand is even.
-        tie = np.float32(fmt.max + step / 2)
-        limit = float(tie if top % 2 == 0 else np.nextafter(tie, np.float32(0)))
-    nonfinite = recipe.overflow == "nonfinite"
-    bounded = recipe.scaling != "none" and not recipe.is_power_of_two and not given
-    max_code = ((fmt.max_exponent - fmt.min_exponent) << fmt.fraction_bits) + top
-    # Half as much again as the power of two whose last place is the grid's step there, less a code for every step below.
-    magic = ((127 + shift) << 23) + 0x400000 - ((fmt.min_exponent + 127) << fmt.fraction_bits)
-    less, add = 127 + fmt.max_exponent, 0
-    if recipe.scale_rounding == "nearest_even":
-        add = 1 << (shift - 1)
-    elif recipe.scale_rounding == "ceil":
-        less, add = 0, 0x7FFFFF - int(np.float32(fmt.max).view(np.int32))
-    return kernels.Constants(
-        integer=fmt.twos_complement,
-        wide=wide,
-        e4m3=hardware and fmt.name == "e4m3" and not truncate,
-        e5m2=hardware and fmt.name == "e5m2" and not truncate,
-        truncate=truncate,
-        bounded=bounded,
-        nonfinite=nonfinite,
-        infinite=fmt.infinity,
-        negative_zero=fmt.negative_zero,
-        max=fmt.max,
-        twice_max=min(2 * fmt.max, _FLOAT32_MAX),
-        limit=limit,
-        max_code=max_code,
-        top_code=max_code + 1,
-        min_bits=(fmt.min_exponent + 127) << 23,
-        magic=float(np.int32(magic).view(np.float32)),
-        shift=shift,
-        half_less=(1 << shift >> 1) - 1,
-        step=fmt.fraction_bits << 23,
-        code_mask=(1 << (fmt.bits - 1)) - 1,
-        full_mask=(1 << fmt.bits) - 1,
-        sign_mask=1 << (fmt.bits - 1),
-        sign_shift=32 - fmt.bits,
-        nan_code=fmt.nan_code or 0,
-        special_bits=0x7F800000 if fmt.infinity else 0x7FC00000,
-        scaled=recipe.scaling != "none",
-        power=recipe.is_power_of_two,
-        scale_add=add,
-        scale_less=less,
-        exact=truncate and nonfinite and not bounded,
-    )
 
 
 def on(device: torch.device) -> Any:

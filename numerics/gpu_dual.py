@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from numerics import gpu, gpu_meeting, gpu_pairs, gpu_strips, gpu_tiles
-from numerics.gpu_kernels import PACK_E4M3, PACK_E5M2, Constants, divide, magnitude_bits, report, round_to_grid, scale_of
+from numerics.gpu_constants import Constants, constants_of
+from numerics.gpu_kernels import PACK_E4M3, PACK_E5M2, divide, magnitude_bits, report, round_to_grid, scale_of
 from numerics.gpu_pairs import Outputs
 from numerics.quantization import QuantizedTensor
 from numerics.recipe import Recipe
@@ -211,7 +212,7 @@ def _launch(x: torch.Tensor, recipe: Recipe, out: Outputs, every: torch.Tensor) 
 
     `every` is both scales, one after the other; without `out.codes`, the turned ones.
     """
-    constants = gpu.constants_of(recipe, False, gpu.converts(x.device))
+    constants = constants_of(recipe, False, gpu.converts(x.device))
     with gpu.on(x.device):
         if gpu_pairs.supports(x, recipe):
             _cast_words(x, recipe, out, every, constants)

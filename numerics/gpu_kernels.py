@@ -9,8 +9,6 @@ grid's step; that sum's low bits are the code.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
-
 import triton
 import triton.language as tl
 
@@ -26,79 +24,6 @@ PACK_E4M3 = tl.constexpr(
 PACK_E5M2 = tl.constexpr(
     "{.reg .b16 l, h; cvt.rn.satfinite.e5m2x2.f32 l, $2, $1; cvt.rn.satfinite.e5m2x2.f32 h, $4, $3; mov.b32 $0, {l, h};}"
 )
-
-
-@dataclass(frozen=True, repr=False)
-class Constants:
-    """What a kernel is compiled for: a format's grid, how it rounds and how its scales are chosen.
-
-    Attributes:
-        integer: The grid is the integers.
-        wide: The format has FP32's exponents, so that rounding is cutting FP32's bits.
-        e4m3: The hardware's conversion makes the codes.
-        e5m2: Likewise.
-        truncate: Rounding is toward zero, not to nearest even.
-        bounded: No quotient rounds to a value beyond the range.
-        nonfinite: What is beyond the range becomes infinity or NaN.
-        infinite: The format has infinities.
-        negative_zero: The format has a -0.
-        max: Greatest finite value.
-        limit: Greatest float32 that does not round to a value beyond the range.
-        twice_max: Twice that.
-        max_code: Code of `max`.
-        top_code: The next one.
-        min_bits: FP32 bits of the least normal value.
-        magic: A magnitude's power of two times this is the rounding summand.
-        shift: FP32's fraction bits less the format's.
-        half_less: Half of what is cut from a wide format's bits, less one.
-        step: Fraction bits, at FP32's exponent field.
-        code_mask: All bits of a code but the sign's.
-        full_mask: All bits of a code.
-        sign_mask: The sign bit of a code.
-        sign_shift: From FP32's sign bit to the code's.
-        nan_code: Code of NaN, 0 when there is none.
-        special_bits: FP32 bits of what replaces a value beyond the range.
-        scaled: There are scales.
-        power: They are powers of two.
-        scale_add: Added to amax's bits before its exponent is read.
-        scale_less: Subtracted from that exponent.
-        exact: Divide by the division instruction sequence, not by fused multiply-adds.
-    """
-
-    integer: bool
-    wide: bool
-    e4m3: bool
-    e5m2: bool
-    truncate: bool
-    bounded: bool
-    nonfinite: bool
-    infinite: bool
-    negative_zero: bool
-    max: float
-    limit: float
-    twice_max: float
-    max_code: int
-    top_code: int
-    min_bits: int
-    magic: float
-    shift: int
-    half_less: int
-    step: int
-    code_mask: int
-    full_mask: int
-    sign_mask: int
-    sign_shift: int
-    nan_code: int
-    special_bits: int
-    scaled: bool
-    power: bool
-    scale_add: int
-    scale_less: int
-    exact: bool
-
-    def __repr__(self) -> str:
-        """Every field, in characters that a kernel's name may hold."""
-        return "_".join(str(value) for value in astuple(self)).replace("-", "m").replace(".", "d").replace("+", "p")
 
 
 @triton.jit

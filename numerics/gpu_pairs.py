@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics.gpu_kernels import PACK_E4M3, PACK_E5M2, Constants, report, round_to_grid
+from numerics.gpu_constants import Constants
+from numerics.gpu_kernels import PACK_E4M3, PACK_E5M2, report, round_to_grid
 from numerics.recipe import Recipe
 from numerics.sizes import cdiv, next_power_of_2
 

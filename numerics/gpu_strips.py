@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from numerics import gpu_meeting
-from numerics.gpu_kernels import Constants, report
+from numerics.gpu_constants import Constants
+from numerics.gpu_kernels import report
 from numerics.gpu_meeting import next_count
 from numerics.gpu_pairs import HIGH_MAGNITUDE, MAGNITUDES, rows_of, scale_and_inverse, store_turned
 from numerics.sizes import cdiv, next_power_of_2

@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics.gpu_kernels import Constants, report
+from numerics.gpu_constants import Constants
+from numerics.gpu_kernels import report
 from numerics.gpu_pairs import HIGH_MAGNITUDE, MAGNITUDES, Outputs, rows_of, scale_and_inverse, store_row, store_turned
 from numerics.sizes import cdiv, next_power_of_2
 

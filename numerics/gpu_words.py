@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics.gpu_kernels import Constants, report
+from numerics.gpu_constants import Constants
+from numerics.gpu_kernels import report
 from numerics.gpu_pairs import HIGH_MAGNITUDE, raised, scale_and_inverse, store_row, takes
 from numerics.recipe import Recipe
 from numerics.sizes import cdiv, next_power_of_2

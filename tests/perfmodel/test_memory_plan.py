@@ -55,14 +55,15 @@ class Recorded:
 
 @pytest.mark.parametrize(("rows", "columns"), [(384, 16), (464, 16), (432, 32), (1000, 96), (3, 2), (64, 8192), (17, 16384)])
 def test_runs_are_launched_as_planned(monkeypatch, rows, columns):
-    from numerics import gpu, gpu_words
+    from numerics import gpu_words
+    from numerics.gpu_constants import constants_of
     from numerics.recipe import Recipe
 
     kernel = Recorded()
     monkeypatch.setattr(gpu_words, "runs_kernel", kernel)
     recipe, x = Recipe.parse("e4m3/rowwise"), torch.zeros(rows, columns, dtype=torch.bfloat16)
     codes = torch.zeros(rows, columns, dtype=torch.uint8)
-    gpu_words.quantize(x, recipe, codes, torch.zeros(rows, 1), None, gpu.constants_of(recipe, False, False))
+    gpu_words.quantize(x, recipe, codes, torch.zeros(rows, 1), None, constants_of(recipe, False, False))
     known = planned("loka/quantize_rowwise", rows, columns)
     assert (known["programs"],) == kernel.grid and bool(known["even"]) == kernel.options["EVEN"]
 
