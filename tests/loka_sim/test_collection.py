@@ -13,7 +13,7 @@ import pytest
 
 import loka_sim
 import perfmodel
-from hil import launches
+from hil import choices, launches
 from hil.choices import KERNELS_ASKED
 from hil.collect import FAMILIES, legal_runners
 from loka_sim import collection
@@ -187,16 +187,28 @@ def test_a_long_one_launches_quickly_and_asks_other_libraries(long):
     # Each part's end, of 17 minutes: what passes meanwhile is little.
     assert [seconds for _, seconds in machine.asked] == pytest.approx([0.44 * 1020, 0.8 * 1020], abs=60)
     assert machine.gemms == collection.GEMMS and document["model"] == "fitted to this GPU alone"
-    modules, (torchs, others, _), seconds = zip(*machine.run, strict=True)
-    assert modules == ("hil.launches", "hil.launches", "hil.choices")
+    modules, (batched, torchs, others, _), seconds = zip(*machine.run, strict=True)
+    assert modules == ("hil.launches", "hil.launches", "hil.launches", "hil.choices")
     assert torchs[1] == str(folder / "timings") and float(torchs[torchs.index("--minutes") + 1]) == 4.5
+    assert batched[batched.index("--kernels") + 1 :] == ["torch/bf16_batched"]
+    assert float(batched[batched.index("--minutes") + 1]) == pytest.approx(collection.ALONE * 0.59 * 17, abs=0.2)
     # torch's GEMMs, the grouped ones, too, which have few careful rows; then those of libraries that are here.
     asked = [set(one[one.index("--kernels") + 1 :]) for one in (torchs, others)]
     torch_gemms = {name for name, spec in KERNELS.items() if "gemm" in spec.kind and name.startswith("torch/")}
-    assert asked[0] == torch_gemms and "torch/fp8_grouped_rowwise_fast" in asked[0]
+    assert asked[0] == torch_gemms - {"torch/bf16_batched"} and "torch/fp8_grouped_rowwise_fast" in asked[0]
     assert {"loka/fp8_rowwise_fast", "loka/fp8_tensorwise_split"} <= asked[1] and not asked[1] & torch_gemms
-    assert torchs[5] != others[5] and seconds[0] == pytest.approx(60 * 4.5 + measuring.GRACE_S)
+    assert len({batched[5], torchs[5], others[5]}) == 3 and seconds[1] == pytest.approx(60 * 4.5 + measuring.GRACE_S)
     assert set(document["held_out"]) == {"torch/bf16", "torch/fp8_rowwise_fast", "torch/relu_forward", "loka/fp8_rowwise_fast"}
+
+
+def test_its_processes_understand_what_they_are_told(long, capsys):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: they would begin")
+    for module, arguments, _ in long[2].run:
+        main = {"hil.launches": launches.main, "hil.choices": choices.main}[module]
+        assert main(arguments) == 3 and "no CUDA GPU here" in capsys.readouterr().err
 
 
 def test_it_asks_cublas_with_this_gpus_own_figures_and_the_networks_travel(long):
