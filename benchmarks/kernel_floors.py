@@ -20,10 +20,10 @@ from hil.kernels.base import Runner, Shape
 from hil.timing import BufferPool
 from numerics import gpu_meeting
 from numerics.gpu_meeting import met, next_count
+from numerics.gpu_pairs import HIGH_MAGNITUDE
 from numerics.sizes import cdiv, next_power_of_2
 
 FLOORS = ("reads, meets, writes", "reads; reads, writes")
-_HIGH = tl.constexpr(0x7FFF0000)
 # Words of a program that meets, its warps, registers a thread and how many a multiprocessor runs; of one that does not, and
 # its warps.
 _MEETING = (4096, 8, 128, 2)
@@ -58,7 +58,7 @@ def meeting_kernel(
         for block in range(program + HELD * programs, blocks, programs):
             index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             largest = tl.maximum(largest, tl.load(x + index, mask=index < words, other=0))
-    bits = met(place, count, tl.max(largest, 0) & _HIGH, PROGRAMS)
+    bits = met(place, count, tl.max(largest, 0) & HIGH_MAGNITUDE, PROGRAMS)
     put(out, first, first < words, held, bits, WIDE)
     if HELD > 1:
         put(out, second, second < words, held_2, bits, WIDE)
@@ -74,7 +74,7 @@ def meeting_kernel(
 def read_kernel(x, parts, words, BLOCK: tl.constexpr):
     """The largest word of a block."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(parts + tl.program_id(0), tl.max(tl.load(x + index, mask=index < words, other=0), 0) & _HIGH)
+    tl.store(parts + tl.program_id(0), tl.max(tl.load(x + index, mask=index < words, other=0), 0) & HIGH_MAGNITUDE)
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def _out(x: torch.Tensor, wide: bool) -> torch.Tensor:
 def wrong(x: torch.Tensor, wide: bool, whole: bool, result: torch.Tensor) -> float:
     """0 where all that was to be written was, else infinite; `whole`: with the maximum of all words, not of the first block."""
     words = x.contiguous().view(-1).view(torch.int32)
-    bits = (words if whole else words[: _BLOCK[0]]).amax() & _HIGH.value
+    bits = (words if whole else words[: _BLOCK[0]]).amax() & HIGH_MAGNITUDE.value
     wanted = words ^ bits
     return 0.0 if torch.equal(result, wanted if wide else (wanted >> 16).to(torch.int16)) else float("inf")
 
