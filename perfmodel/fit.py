@@ -150,19 +150,16 @@ def fit(
         target = folder / "perfmodel"
         target.mkdir(parents=True, exist_ok=True)
         (folder / "hardware.json").write_text(spec_path.read_text())
-    target.mkdir(parents=True, exist_ok=True)
     kernels: dict[str, Any] = {}
+    files: dict[str, bytes | None] = {}
     learned: dict[str, Learned] = {}
     indices = {str(kernel): index for kernel, index in timings.groupby("kernel").indices.items()}
     jobs = [(kernel, timings.iloc[index], hardware, first.get(kernel)) for kernel, index in indices.items()]
     for (kernel, rows, *_), (mine, trees) in zip(jobs, each(_stored, jobs), strict=True):
         index, learned[kernel] = indices[kernel], mine
-        (target / model_file(kernel)).write_bytes(trees)
+        files[model_file(kernel)] = trees
         for part, name in ((mine.network, network_file(kernel)), (mine.choice, choice_file(kernel))):
-            if part is not None:
-                (target / name).write_bytes(gzip.compress(part.save(), 9, mtime=0))
-            else:
-                (target / name).unlink(missing_ok=True)
+            files[name] = None if part is None else gzip.compress(part.save(), 9, mtime=0)
         kernels[kernel] = {
             "held_out": accuracy(measured[index], predicted[index], bounds[index]),
             "classes": coverage_by_class(measured[index], fresh.predicted[index], bounds[index]),
@@ -194,8 +191,18 @@ def fit(
         ),
         "kernels": kernels,
     }
-    (target / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    _write(target, {**files, "manifest.json": (json.dumps(manifest, indent=1) + "\n").encode()})
     return manifest
+
+
+def _write(folder: Path, files: dict[str, bytes | None]) -> None:
+    """Write files, and remove those without content: one after the other, since those of two fits do not go together."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        if content is None:
+            (folder / name).unlink(missing_ok=True)
+        else:
+            (folder / name).write_bytes(content)
 
 
 def _stored(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Learned | None) -> tuple[Learned, bytes]:

@@ -53,6 +53,22 @@ def test_own_sweep_becomes_a_calibration(sweep, fitted):
     assert "Not measured in these timings: held_out_models" in fit.table(model.manifest)
 
 
+def test_a_fit_that_is_interrupted_leaves_what_was_there(sweep, tmp_path, monkeypatch):
+    """Trees of one fit and the manifest of another would predict nonsense."""
+    before = tmp_path / "perfmodel" / "torch__bf16.ubj.gz"
+    before.parent.mkdir()
+    before.write_bytes(b"before")
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fit, "repeat_difference", stopped)
+    arguments = ["--timings", str(sweep[0]), "--hardware-spec", str(sweep[0] / "mine.json"), "--out", str(tmp_path)]
+    with pytest.raises(KeyboardInterrupt):
+        fit.main(arguments)
+    assert [path.read_bytes() for path in before.parent.iterdir()] == [b"before"]
+
+
 def test_its_accuracy_is_of_trees_that_did_not_see_the_shape(sweep, fitted):
     """The manifest's figure, computed again from folds of whole shapes."""
     hardware = perfmodel.load("mine", calibration=fitted).hardware
