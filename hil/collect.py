@@ -215,17 +215,33 @@ Items = Sequence[tuple[Shape, tuple[str, ...]]]
 
 
 def read_shapes(path: Path) -> list[tuple[Shape, tuple[str, ...]]]:
-    """Shapes of a CSV with columns m, n, k and optionally groups and kernels: patterns of those wanted, spaces between."""
-    frame = pd.read_csv(path)
-    groups = frame["groups"] if "groups" in frame else [1] * len(frame)
-    patterns = frame["kernels"] if "kernels" in frame else ["*"] * len(frame)
-    columns = zip(frame["m"], frame["n"], frame["k"], groups, patterns, strict=True)
-    return [(Shape(int(m), int(n), int(k), int(g)), tuple(str(some).split())) for m, n, k, g, some in columns]
+    """Shapes of a CSV with columns m, n, k and optionally groups and kernels: patterns of those wanted, spaces between.
+
+    Raises:
+        ValueError: it is not there, lacks a column, or has a size that is no positive whole number, which is named.
+    """
+    try:
+        frame = pd.read_csv(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no CSV of shapes: {error}") from error
+    if missing := {"m", "n", "k"} - set(frame.columns):
+        raise ValueError(f"{path} lacks the columns {sorted(missing)}; shapes need m, n, k")
+    frame = frame.assign(**{name: value for name, value in (("groups", 1), ("kernels", "*")) if name not in frame})
+    for name in ("m", "n", "k", "groups"):
+        sizes = pd.to_numeric(frame[name], errors="coerce")
+        if (wrong := ~((sizes >= 1) & (sizes % 1 == 0))).any():
+            raise ValueError(f"{path} has {name} = {frame[name][wrong].iloc[0]}; sizes are whole numbers, 1 or more")
+        frame[name] = sizes.astype(int)
+    columns = zip(*(frame[name].tolist() for name in ("m", "n", "k", "groups", "kernels")), strict=True)
+    return [(Shape(m, n, k, groups), tuple(str(patterns).split())) for m, n, k, groups, patterns in columns]
 
 
 def _drawn(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Items:
     if options.shapes:
-        return read_shapes(options.shapes)
+        try:
+            return read_shapes(options.shapes)
+        except ValueError as error:
+            parser.error(f"--shapes: {error}")
     if (options.family, options.sweep) in SWEEPS:
         draw, count = SWEEPS[options.family, options.sweep]
         return [(shape, ("*",)) for shape in draw(options.count or count, options.seed)]
@@ -248,12 +264,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="gemm: GEMMs; memory: quantization, layout, norms, activations; linear: whole layers, forward and backward",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the parquet file, extended if it is there")
-    parser.add_argument("--kernels", nargs="+", default=["*"], metavar="PATTERN", help="kernels to measure, as 'fbgemm/*'")
+    parser.add_argument(
+        "--kernels", nargs="+", default=["*"], metavar="PATTERN", help="kernels to measure, as 'fbgemm/*' (default: all)"
+    )
     parser.add_argument("--count", type=int, default=None, help="shapes to draw (default: the sweep's own)")
     parser.add_argument("--shapes", type=Path, help="CSV with columns m,n,k[,groups,kernels] to measure instead of drawn shapes")
-    parser.add_argument("--sweep", default="lrm", help="which shapes to draw, or what to call those of --shapes")
+    parser.add_argument("--sweep", default="lrm", help="which shapes to draw, or what to call those of --shapes (default: lrm)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=9.0, help="stop in time and keep what is measured")
+    parser.add_argument("--minutes", type=float, default=9.0, help="stop in time and keep what is measured (default: 9)")
     parser.add_argument("--until", type=float, help="the same as a Unix time, instead of --minutes")
     parser.add_argument("--workers", type=int, default=1, help="processes that compile in parallel (they measure one at a time)")
     parser.add_argument(

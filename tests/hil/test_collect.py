@@ -60,6 +60,27 @@ def test_shapes_from_a_file(tmp_path):
     assert read_shapes(path) == [(Shape(1, 2, 3), ("torch/bf16", "loka/*"))]
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("m,n\n1,2\n", "lacks the columns ['k']"),
+        ("m,n,k\n1,2.5,3\n", "has n = 2.5; sizes are whole numbers, 1 or more"),
+        ("m,n,k,groups\n1,2,3,1\n4,5,6,0\n", "has groups = 0; sizes are whole numbers, 1 or more"),
+        ("m,n,k\n1,2,\n", "has k = nan"),
+        ("", "is no CSV of shapes"),
+        (None, "is no CSV of shapes"),
+    ],
+)
+def test_shapes_that_are_none_are_refused_in_one_line(tmp_path, capsys, text, message):
+    path = tmp_path / "shapes.csv"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        main(["gemm", "--out", str(tmp_path), "--shapes", str(path)])
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert stop.value.code == 2 and last.startswith("python -m hil.collect: error: --shapes: ") and message in last
+
+
 def test_layers_to_draw_are_legal_in_fp8():
     draw, count = SWEEPS["linear", "lrm"]
     shapes = draw(count, 0)
