@@ -64,7 +64,9 @@ def test_tensors_of_more_tiles_than_programs(shape):
     assert_is(quantize_transposed(x, "tensorwise"), x.t(), "tensorwise")
 
 
-@pytest.mark.parametrize("shape", [(8192, 1024), (8196, 1022), (1024, 8192), (1020, 8194), (4096, 2052), (260, 130), (4, 2), (4, 514)])
+@pytest.mark.parametrize(
+    "shape", [(8192, 1024), (8196, 1022), (1024, 8192), (1020, 8194), (4096, 2052), (260, 130), (4, 2), (4, 514)]
+)
 def test_both_layouts_under_scales_of_lines(shape):
     """In two launches where few tiles share a line, in three where many do."""
     x = torch.randn(shape, device="cuda").mul(torch.randn(shape[0], 1, device="cuda").exp()).bfloat16()
