@@ -329,7 +329,9 @@ def make_model(
         assert related is not None
         refinement.save(out)
         if held_out:
-            notes.append(f"{OWN}: {own:.1%} off on average, where the corrected one is {corrected:.1%}; it is in {out / FIT}")
+            notes.append(
+                f"a fit of its own: {own:.1%} off on average, the corrected one {corrected:.1%}; --calibration {out / FIT}"
+            )
         else:
             shutil.rmtree(out / FIT, ignore_errors=True)
         unseen = sorted(needed - set(accuracy))

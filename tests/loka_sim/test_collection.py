@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -16,7 +17,7 @@ import perfmodel
 from hil import choices, launches
 from hil.choices import KERNELS_ASKED
 from hil.collect import FAMILIES, legal_runners
-from loka_sim import collection
+from loka_sim import calibration, collection
 from loka_sim.ceilings import hardware_of
 from loka_sim.collection import collect
 from loka_sim.errors import DataError, UserError
@@ -339,6 +340,26 @@ def test_a_fit_need_not_hold_what_other_libraries_lack(tmp_path, monkeypatch):
     document = collect(tmp_path / "own", minutes=6)
     assert document["model"] == "fitted to this GPU alone" and set(document["held_out"]) == set(kernels)
     assert "not in it, for they have fewer than 60 rows: loka/fp8_rowwise_fast" in document["left_out"]
+
+
+def test_a_fit_that_predicts_worse_than_a_correction_lies_beside_it(tmp_path, monkeypatch):
+    kernels = ["torch/bf16", "torch/fp8_rowwise_fast", "torch/relu_forward"]
+    on(MadeUp({"gemm": 140, "memory": 70}, kernels=kernels), monkeypatch)
+    monkeypatch.setattr("hil.kernels.availability.available_kernels", lambda *_: tuple(kernels))
+    document = collect(tmp_path / "own", minutes=6)
+    assert document["model"] == "h200's, corrected"
+    (said,) = [text for text in document["left_out"] if text.startswith("a fit of its own: ")]
+    fit = tmp_path / "own" / "fit"
+    assert said.endswith(f"--calibration {fit}")
+    errors = [float(part) for part in re.findall(r"([0-9.]+)% off|corrected one ([0-9.]+)%", said) for part in part if part]
+    assert errors[0] > errors[1] > 0
+    assert calibration.load(fit).hardware == "h100-80gb-hbm3"
+    # It predicts what it was fitted to, by itself.
+    rows = pd.read_parquet(tmp_path / "own" / "timings" / "gemm.parquet")
+    own = perfmodel.load("h100-80gb-hbm3", fit).predict(rows)["time_us"]
+    assert np.median(np.abs(own / rows["p50_us"] - 1)) < 0.05
+    answer = loka_sim.whatif("wukong", batch=512, calibration=tmp_path / "own")
+    assert answer.hardware["name"] == "h100-80gb-hbm3"
 
 
 def test_nothing_measured_is_no_calibration(tmp_path, monkeypatch):
