@@ -7,7 +7,14 @@ with fast accumulation, its error; so the rule stands here, where whoever predic
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+Whole = npt.NDArray[np.int64]
 
 STEP = 128
 """Elements of K that are loaded at once; parts are whole steps."""
@@ -101,6 +108,32 @@ def plan_of(m: int, n: int, k: int, fast: bool = True) -> Plan:
                 least, chosen = time, (tile, parts)
     tile, parts = chosen
     return Plan(swapped, tile.rows, tile.columns, parts, tile.stages, tile.warps)
+
+
+def parts_of_many(shapes: Sequence[tuple[int, int, int]], fast: bool = True) -> list[int]:
+    """The parts of K in the plan of each shape (M, N, K): as `plan_of` finds them, of many shapes at once."""
+    m, n, k = np.array(shapes, dtype=np.int64).reshape(-1, 3).T
+    swapped = (m < 64) & (m < n)
+    high, wide, steps = np.where(swapped, n, m), np.where(swapped, m, n), -(-k // STEP)
+    least, chosen = np.full(len(m), np.inf), np.ones(len(m), dtype=np.int64)
+    for tile in _TILES:
+        tiles = -(-high // tile.rows) * -(-wide // tile.columns)
+        for programs in (0, *_PROGRAMS):
+            wanted = np.maximum(np.minimum(np.rint(programs / tiles).astype(np.int64), steps), 1)
+            parts = -(-k // (STEP * -(-steps // wanted)))
+            time = _estimated_many_ns(tile, tiles * parts, -(-steps // parts), parts, high * wide, fast)
+            better = (time < least) & ((programs == 0) | (programs > tiles))
+            least, chosen = np.where(better, time, least), np.where(better, parts, chosen)
+    return chosen.tolist()
+
+
+def _estimated_many_ns(tile: _Tile, programs: Whole, steps: Whole, parts: Whole, outputs: Whole, fast: bool) -> Array:
+    """As `_estimated_ns`."""
+    alone, further = tile.fast_ns if fast else tile.split_ns
+    each = -(-programs // _MULTIPROCESSORS)
+    time = _LAUNCH_NS + steps * np.maximum(alone * -(-each // tile.resident), further * each)
+    several = time + _SECOND_NS + parts * (_PART_NS + 4 * outputs / _WRITTEN_BYTES_A_NS)
+    return np.where(parts == 1, time + 2 * outputs / _WRITTEN_BYTES_A_NS, several)
 
 
 def _estimated_ns(tile: _Tile, programs: int, steps: int, parts: int, outputs: int, fast: bool) -> float:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from loka_sim.dispatch.candidates import SiteShape, legal_fp8
 from loka_sim.dispatch.decide import Accuracies, Accuracy
 from loka_sim.dispatch.operands import TORCH, Toolbox
-from perfmodel.gemm_plan import plan_of
+from perfmodel.gemm_plan import parts_of_many
 from perfmodel.kernels import KERNELS
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class Errors:
         self._numbers: dict[_Request, int] = {}
         self._known: list[Accuracy] = []
         self._normal: TensorStatistics | None = None
+        self._parts: dict[tuple[str, tuple[int, int, int]], int] = {}
 
     def of_site(self, shape: SiteShape, statistics: SiteStatistics | None) -> Accuracies:
         """Error per (pass, legal FP8 kernel).
@@ -50,6 +51,7 @@ class Errors:
     def of_sites(self, sites: Sequence[tuple[SiteShape, SiteStatistics | None]]) -> list[Accuracies]:
         """As `of_site` for each; whatever is not known yet is one question to the error model."""
         alike = {(shape, id(statistics)): (shape, statistics) for shape, statistics in sites}
+        self._cut(shape for shape, _ in alike.values())
         asked = {key: self._requests(*site) for key, site in alike.items()}
         fresh = list(self._numbers)[len(self._known) :]
         if fresh:
@@ -71,21 +73,31 @@ class Errors:
         """What is asked of `predict_gemm_errors` per (pass, legal FP8 kernel), by number."""
         result: dict[tuple[str, str], int] = {}
         for name in shape.names:
-            kernels = dict.fromkeys(kernel for some in self._toolboxes for kernel in legal_fp8(shape, name, some))
-            if not kernels:
+            modes = _modes(tuple(legal_fp8(shape, name, some) for some in self._toolboxes))
+            if not modes:
                 continue
             left, right = self._operands(name, statistics)
             sizes = shape.gemm(name)[:3]
             signal = statistics.gradient if statistics is not None and name == "grad_weight" else None
             pair = statistics.pairs.get(name) if statistics is not None else None
-            alike: dict[tuple[str, str, str, int], int] = {}
-            for kernel in kernels:
-                key = *_recipes(kernel), parts_of_k(kernel, sizes)
-                if key not in alike:
-                    request = left, right, sizes, *key[:3], signal, pair, "bf16", key[3]
-                    alike[key] = self._numbers.setdefault(request, len(self._numbers))
-                result[name, kernel] = alike[key]
+            alike: dict[tuple[tuple[str, str, str], int], int] = {}
+            for mode in modes:
+                parts = self._parts[mode.cut, sizes] if mode.cut else 1
+                number = alike.get((mode.recipes, parts))
+                if number is None:
+                    request = left, right, sizes, *mode.recipes, signal, pair, "bf16", parts
+                    number = alike[mode.recipes, parts] = self._numbers.setdefault(request, len(self._numbers))
+                for kernel in mode.kernels:
+                    result[name, kernel] = number
         return result
+
+    def _cut(self, shapes: Iterable[SiteShape]) -> None:
+        """Find the parts of K of every GEMM that a kernel here may cut."""
+        cuts = {_cut_by(kernel): kernel for some in self._toolboxes for kernel in some.gemms}
+        sizes = {shape.gemm(name)[:3] for shape in shapes for name in shape.names}
+        for cut, kernel in cuts.items():
+            fresh = [size for size in sizes if (cut, size) not in self._parts] if cut else []
+            self._parts.update(zip([(cut, size) for size in fresh], parts_of_k(kernel, fresh), strict=True))
 
     def _operands(self, name: str, statistics: SiteStatistics | None) -> tuple[TensorStatistics, TensorStatistics]:
         """Left and right operand of a pass, oriented along its contraction, as wide as they were measured."""
@@ -109,22 +121,47 @@ class Errors:
         return self._normal
 
 
+class _Mode(NamedTuple):
+    """Kernels whose errors are alike.
+
+    Attributes:
+        recipes: Of both operands, and the accumulation.
+        cut: As of `_cut_by`.
+        kernels: Their names.
+    """
+
+    recipes: tuple[str, str, str]
+    cut: str
+    kernels: tuple[str, ...]
+
+
 @cache
-def _recipes(kernel: str) -> tuple[str, str, str]:
-    """Recipes of both operands and the accumulation."""
-    spec = KERNELS[kernel]
-    assert spec.recipe_a is not None and spec.recipe_b is not None
-    return spec.recipe_a, spec.recipe_b, spec.accumulation
+def _modes(some: tuple[tuple[str, ...], ...]) -> tuple[_Mode, ...]:
+    """Kernels of several toolboxes by what decides their error."""
+    found: dict[tuple[tuple[str, str, str], str], list[str]] = {}
+    for kernel in dict.fromkeys(kernel for kernels in some for kernel in kernels):
+        spec = KERNELS[kernel]
+        assert spec.recipe_a is not None and spec.recipe_b is not None
+        found.setdefault(((spec.recipe_a, spec.recipe_b, spec.accumulation), _cut_by(kernel)), []).append(kernel)
+    return tuple(_Mode(*key, tuple(kernels)) for key, kernels in found.items())
 
 
-def parts_of_k(kernel: str, shape: tuple[int, int, int]) -> int:
-    """Parts of K that a kernel sums apart, where that changes its error.
+@cache
+def _cut_by(kernel: str) -> str:
+    """Whose rule cuts a kernel's K where that changes its error; empty where nothing does.
 
     torch's rowwise kernels never split K, FBGEMM's are not known to; where each 128 of K go into FP32 it does not matter.
     """
     if kernel == "torch/fp8_tensorwise_fast":
+        return "cublas"
+    return "own" if kernel.startswith("loka/") and KERNELS[kernel].accumulation == "hopper_fast" else ""
+
+
+def parts_of_k(kernel: str, shapes: Sequence[tuple[int, int, int]]) -> list[int]:
+    """Parts of K that a kernel sums apart in GEMMs (M, N, K), where that changes its error; else 1."""
+    cut = _cut_by(kernel)
+    if cut == "cublas":
         from numerics.tensor_core import estimated_split_k
 
-        return estimated_split_k(*shape)
-    own_fast = kernel.startswith("loka/") and KERNELS[kernel].accumulation == "hopper_fast"
-    return plan_of(*shape).parts if own_fast else 1
+        return [estimated_split_k(*shape) for shape in shapes]
+    return parts_of_many(shapes) if cut == "own" else [1] * len(shapes)
