@@ -156,7 +156,7 @@ def _serve(index: int, lock: Any, tasks: Any, results: Any) -> None:
             rows: Rows = []
             if time.time() <= deadline:
                 # An operand takes half of the pool at most.
-                needed = max(2**29, 2 * shape.m * shape.k)
+                needed = max(2**29, 2 * shape.largest_operand)
                 if needed > elements:
                     pool = None
                     pool, elements = BufferPool(elements=needed, seed=index), needed

@@ -50,7 +50,7 @@ def compile_ahead(
     context = multiprocessing.get_context("spawn")
     tasks, done, held = context.Queue(), context.Queue(), lock or context.Lock()
     todo = chunks(work)
-    elements = max([2**26, *(2 * shape.m * shape.k for shape, _ in work)])
+    elements = max([2**26, *(2 * shape.largest_operand for shape, _ in work)])
     for chunk in todo:
         tasks.put(chunk)
     number = min(processes, len(todo))

@@ -25,6 +25,11 @@ class Shape:
     k: int
     groups: int = 1
 
+    @property
+    def largest_operand(self) -> int:
+        """Elements of the largest of what is read: (groups, m, k), (groups, n, k), and (m, n) where a layer runs backward."""
+        return self.groups * max(self.m * self.k, self.n * self.k, self.m * self.n)
+
 
 @dataclass(frozen=True)
 class Runner:

@@ -51,6 +51,16 @@ def test_real_processes_do_all_of_it_and_are_gone():
     assert time.time() - started < 55
 
 
+def _large_enough(lock, tasks, done, elements, deadline):
+    if elements == 2 * 40 * 2048 * 2048:
+        done.put(1)
+
+
+@pytest.mark.parametrize("shape", [Shape(2048, 8, 2048, 40), Shape(8, 2048, 2048, 40)])
+def test_operands_of_every_side_and_group_fit_the_pool(shape):
+    assert compile_ahead([(shape, ["a"])], 1, time.time() + 60, serve=_large_enough) == 1
+
+
 @pytest.fixture
 def ahead(monkeypatch):
     order = []
