@@ -213,12 +213,12 @@ def calibrated(table: pd.DataFrame, predicted: Array, off: dict[str, float]) -> 
     return {name: round(factor * share, 4) for name, share in off.items()}
 
 
-def across(layouts: pd.DataFrame, longer_us: Array) -> tuple[dict[int, float], float]:
-    """What weight gradients take whose features lie unevenly: a factor by how they lie, and the power of `longer_us`.
+def across(layouts: pd.DataFrame, longer: Array) -> tuple[dict[int, float], float]:
+    """What weight gradients take whose features lie unevenly: a factor by how they lie, and the power of `longer`.
 
     Args:
         layouts: Products timed in the layouts of their passes (`benchmarks/step_layouts.py`).
-        longer_us: The longer of the times alone of each and of its transpose.
+        longer: As of `longer_us`.
 
     Raises:
         ValueError: features that lie in one of the ways were not timed.
@@ -230,7 +230,7 @@ def across(layouts: pd.DataFrame, longer_us: Array) -> tuple[dict[int, float], f
         raise ValueError(
             f"no weight gradient whose features lie by {min(missing)} was timed; draw more: benchmarks/step_layouts.py"
         )
-    design = np.column_stack([lie[:, None] == kinds, np.log(longer_us[mine])]).astype(float)
+    design = np.column_stack([lie[:, None] == kinds, np.log(longer[mine])]).astype(float)
     weight = np.ones(len(lie))
     for _ in range(ROUNDS):  # least absolute errors: now and then cuBLAS takes several times as long
         root = np.sqrt(weight)
@@ -240,7 +240,7 @@ def across(layouts: pd.DataFrame, longer_us: Array) -> tuple[dict[int, float], f
 
 
 def longer_us(layouts: pd.DataFrame, hardware: str) -> Array:
-    """The longer of the times alone of each product and of its transpose."""
+    """The longer of the times alone of each product and of its transpose, in microseconds."""
     rows = layouts[["m", "n", "k", "groups"]].assign(kernel=np.where(layouts["groups"] > 1, BATCHED, "torch/bf16"))
     turned = rows.rename(columns={"m": "n", "n": "m"})
     both = load_kernels(hardware).predict(pd.concat([rows, turned], ignore_index=True))["time_us"].to_numpy()

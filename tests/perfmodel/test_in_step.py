@@ -147,6 +147,8 @@ def test_weight_gradients_of_uneven_features_are_found_again():
     layouts["us"] = factor * longer**0.9 * np.where(np.arange(len(layouts)) % 10 == 0, 5.0, 1.0)
     found, power = fit_in_step.across(layouts, longer)
     assert found == pytest.approx({1: 1.5, 2: 2.0, 4: 3.0}, rel=0.05) and power == pytest.approx(0.9, abs=0.02)
+    with pytest.raises(ValueError, match="features lie by 2 was timed"):
+        fit_in_step.across(layouts[lie != 2], longer[lie != 2])
 
 
 def test_which_weight_gradients_run_by_other_kernels():
