@@ -82,13 +82,17 @@ class Times:
         if gone:
             new, gone = new - gone, gone - new
         us = below = above = 0.0
-        for sign, counts in ((1, new), (-1, gone)):
-            for row, count in counts.items():
-                time = self.of[row]
-                ends = (count * (time.us - time.low_us), count * (time.high_us - time.us))[::sign]
-                us += sign * count * time.us
-                below += ends[0] ** 2
-                above += ends[1] ** 2
+        of = self.of
+        for row, count in new.items():
+            time, low, high = of[row]
+            us += count * time
+            below += (count * (time - low)) ** 2
+            above += (count * (high - time)) ** 2
+        for row, count in gone.items():
+            time, low, high = of[row]
+            us -= count * time
+            below += (count * (high - time)) ** 2
+            above += (count * (time - low)) ** 2
         return Time(us, us - below**0.5, us + above**0.5)
 
 
