@@ -1,7 +1,7 @@
 """Gradient-boosted trees as plain arrays, and their sums by a compiled loop: bit for bit xgboost's, in a third of its time.
 
-Importing numba and reading the compiled loop from disk takes a quarter of a second, compiling it for the first time about one:
-worth it for tens of thousands of rows. Without numba, or with NUMBA_DISABLE_JIT set, xgboost evaluates all trees.
+The loop is compiled when a prediction is first met that is large enough to pay for it; where llvmlite, which numba brings along,
+cannot do so, xgboost evaluates all trees.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# Rows from which on xgboost takes longer than importing numba and reading its cache beside the loop.
-ROWS_WORTH_IMPORTING = 1 << 15
+# Rows of all kernels for which xgboost takes longer than compiling the loop and the loop together.
+ROWS_WORTH_COMPILING = 1 << 14
 # Of these a prediction is the plain sum of leaves.
 _OBJECTIVES = ("reg:squarederror", "reg:absoluteerror")
 # What a node's number has room for.
@@ -30,19 +30,15 @@ _NUMBERS: dict[str, np.dtype[Any]] = {"l": np.dtype(">i4"), "d": np.dtype(">f4")
 
 def worth_compiling(rows: int) -> bool:
     """Whether so many rows are worth the compiled loop, which later ones are too once it is there."""
-    return ("perfmodel.forest_loop" in sys.modules or rows >= ROWS_WORTH_IMPORTING) and _loop() is not None
+    return ("perfmodel.forest_loop" in sys.modules or rows >= ROWS_WORTH_COMPILING) and _loop() is not None
 
 
 @cache
 def _loop() -> Any:
-    """The module with the compiled loop; None where there is no numba, or it shall not compile."""
+    """The module with the compiled loop; None where it cannot be compiled."""
     try:
-        import numba
-
-        if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
-            return None
         from perfmodel import forest_loop
-    except ImportError:
+    except (ImportError, OSError, RuntimeError):
         return None
     return forest_loop
 
@@ -56,15 +52,15 @@ class Forest:
     Attributes:
         features: That a row has.
         base: What the sum of leaves begins with.
-        roots: Node that each tree starts at, uint32.
-        depths: Steps to each tree's deepest leaf.
+        roots: Node that each tree starts at, int64.
+        depths: Steps to each tree's deepest leaf, int64.
         nodes: Left child times 256, and the compared feature, uint32; the right child is the one behind the left.
         values: What it is compared with: a row goes left where it is less. Of a leaf what it adds, float32.
     """
 
     features: int
     base: np.float32
-    roots: npt.NDArray[np.uint32]
+    roots: npt.NDArray[np.int64]
     depths: npt.NDArray[np.int64]
     nodes: npt.NDArray[np.uint32]
     values: npt.NDArray[np.float32]
@@ -113,7 +109,7 @@ class Forest:
             depths[tree_of[here]] = depth
             here = np.concatenate([child[here], child[here] + 1])
         nodes = (child << 8 | np.where(leaf, features, compared)).astype(np.uint32)
-        return cls(features, base, roots.astype(np.uint32), depths, nodes, values.astype(np.float32))
+        return cls(features, base, roots, depths, nodes, values.astype(np.float32))
 
     def sums(self, matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
         """The sum of the trees' leaves for each row of features, (rows,); no feature may be missing (NaN)."""
