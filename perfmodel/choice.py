@@ -137,7 +137,7 @@ class Choice:
         try:
             document = json.loads(saved)
             codes = tuple(np.asarray(part, dtype=np.int64) for part in document["codes"])
-            network = Network.load(json.dumps(document["network"]).encode())
+            network = Network.of(document["network"])
             if len(codes) != len(PARTS) or network.layers[-1][0].shape[1] != sum(len(part) for part in codes):
                 raise ValueError
         except (IndexError, KeyError, TypeError, ValueError) as error:

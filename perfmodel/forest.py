@@ -38,7 +38,7 @@ def _loop() -> Any:
     """The module with the compiled loop; None where it cannot be compiled."""
     try:
         from perfmodel import forest_loop
-    except (ImportError, OSError, RuntimeError):
+    except (AttributeError, ImportError, OSError, RuntimeError):
         return None
     return forest_loop
 

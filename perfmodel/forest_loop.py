@@ -95,7 +95,7 @@ def _compiled() -> tuple[Any, Any]:
         [line] if "EACH" not in line else [line.replace("EACH", "").replace("#", str(i)) for i in range(IN_TURN)]
         for line in lines
     )
-    with contextlib.suppress(RuntimeError):  # since llvmlite 0.45 it does so by itself, and refuses to
+    with contextlib.suppress(AttributeError, RuntimeError):  # from 0.45 on llvmlite does so by itself, and refuses to be told
         llvm.initialize()
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()

@@ -309,7 +309,8 @@ class PerfModel:
             worth_compiling(len(kernels))
             with single_threaded(), ThreadPoolExecutor(THREADS) as pool:
                 # Each kernel's files are read once before two threads may ask for them.
-                for found in (pool.map(self.learned, dict.fromkeys(name for name, _ in parts)), pool.map(fill, parts)):
+                names = dict.fromkeys(name for name, _ in parts)
+                for found in (pool.map(self.learned, names), pool.map(self.choice, names), pool.map(fill, parts)):
                     list(found)
         columns = dict(zip(("time_us", "low_us", "high_us"), result.T, strict=True))
         if isinstance(frame, Mapping):

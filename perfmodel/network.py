@@ -116,14 +116,22 @@ class Network:
             ValueError: it is damaged.
         """
         try:
-            document = json.loads(saved)
-            mean, deviation, *rest = (
-                np.frombuffer(base64.b64decode(a["float32"]), "<f4").reshape(a["shape"]) for a in document["arrays"]
-            )
-            layers = list(zip(rest[::2], rest[1::2], strict=True))
-            return cls(mean, deviation, float(document["level"]), float(document["spread"]), layers)
+            return cls.of(json.loads(saved))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError("the network is damaged") from error
+
+    @classmethod
+    def of(cls, document: dict[str, Any]) -> Network:
+        """What `save` made, read from JSON.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is damaged.
+        """
+        mean, deviation, *rest = (
+            np.frombuffer(base64.b64decode(a["float32"]), "<f4").reshape(a["shape"]) for a in document["arrays"]
+        )
+        layers = list(zip(rest[::2], rest[1::2], strict=True))
+        return cls(mean, deviation, float(document["level"]), float(document["spread"]), layers)
 
 
 def train(matrix: npt.NDArray[np.floating], target: npt.NDArray[np.floating], seed: int = 0) -> Network:
