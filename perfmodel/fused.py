@@ -6,7 +6,6 @@ bytes, whatever it computes; so any kernel that a compiler makes can be asked, a
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -123,7 +122,7 @@ class FusedModel:
     def _trees(self) -> Trees:
         path = self.folder / MODEL
         try:
-            return Trees(gzip.decompress(path.read_bytes()))
+            return Trees(path.read_bytes())
         except (EOFError, OSError) as error:
             raise ValueError(f"{path} is missing or truncated; copy the folder again") from error
 

@@ -168,7 +168,7 @@ def _learned(trees: _Stamp, network: _Stamp | None = None) -> tuple[Network | No
     """What a kernel's files hold; models that are opened again share it."""
     path = trees.path
     try:
-        forest, smooth = Trees(gzip.decompress(path.read_bytes())), None
+        forest, smooth = Trees(path.read_bytes()), None
         if network is not None:
             path = network.path
             smooth = Network.load(gzip.decompress(path.read_bytes()))

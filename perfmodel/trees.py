@@ -10,6 +10,7 @@ import ctypes
 import importlib.util
 import json
 import sys
+import zlib
 from functools import cache, cached_property
 from pathlib import Path
 from threading import Lock
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from perfmodel.forest import Forest, worth_compiling
 
+_GZIP = b"\x1f\x8b"
 _FILES = {"win32": "xgboost.dll", "darwin": "libxgboost.dylib"}
 
 
@@ -41,6 +43,16 @@ def _check(status: int) -> None:
         raise ValueError(f"xgboost refuses the trees: {(message.splitlines() or ['no reason given'])[0]}")
 
 
+def _unpacked(saved: bytes) -> bytes:
+    if not saved.startswith(_GZIP):
+        return saved
+    try:
+        # The last four bytes are the length. Memory of so many megabytes takes longer to get than to fill.
+        return zlib.decompress(saved, wbits=31, bufsize=int.from_bytes(saved[-4:], "little") or 1)
+    except (MemoryError, OverflowError, zlib.error) as error:
+        raise EOFError("the trees are truncated") from error
+
+
 class _Booster:
     """Trees in xgboost's library, on one thread."""
 
@@ -61,13 +73,6 @@ class _Booster:
         """Free what the library holds."""
         if self._handle:
             _library().XGBoosterFree(self._handle)
-
-    def saved(self) -> bytes:
-        """The trees as UBJSON."""
-        length, out = ctypes.c_uint64(), ctypes.POINTER(ctypes.c_char)()
-        config = b'{"format": "ubj"}'
-        _check(_library().XGBoosterSaveModelToBuffer(self._handle, config, ctypes.byref(length), ctypes.byref(out)))
-        return ctypes.string_at(out, length.value)
 
     def evaluate(self, values: npt.NDArray[np.float32], contributions: bool) -> npt.NDArray[np.float32]:
         """What `Trees.predict` or `Trees.contributions` gives, of rows that lie densely in memory, (rows, 1 or more)."""
@@ -113,27 +118,24 @@ class Trees:
         """Read trees that `xgboost.Booster.save_raw` saved.
 
         Args:
-            saved: Their bytes, as UBJSON or JSON.
+            saved: Their bytes, as UBJSON or JSON, compressed by gzip or not. They are kept.
 
         Raises:
+            EOFError: they are truncated, or damaged so that they cannot be unpacked.
             ValueError: xgboost cannot read them.
             ModuleNotFoundError: xgboost is not installed.
         """
-        self._saved: bytes | None = saved
+        self._saved = saved
         some = self._forest if worth_compiling(0) else None
         self.features = (some or self._booster).features
 
     @cached_property
     def _forest(self) -> Forest | None:
-        return Forest.of(self._booster.saved() if self._saved is None else self._saved)
+        return Forest.of(_unpacked(self._saved))
 
     @cached_property
     def _booster(self) -> _Booster:
-        assert self._saved is not None
-        booster = _Booster(self._saved)
-        # Megabytes, of which the library has its own by now.
-        self._saved = None
-        return booster
+        return _Booster(_unpacked(self._saved))
 
     def predict(self, matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
         """The sum of the trees' leaves for each row.

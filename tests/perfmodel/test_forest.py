@@ -1,5 +1,6 @@
 """Trees summed by the compiled loop: xgboost's predictions to the last bit, and nothing where they would not be."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -97,6 +98,11 @@ def test_trees_give_the_same_by_either_way(compiled, monkeypatch):
         by_loop.predict(matrix[:, :5])
     with pytest.raises(ValueError, match="xgboost refuses the trees"):
         Trees(saved[: len(saved) // 2])
+    packed = gzip.compress(saved)
+    np.testing.assert_array_equal(Trees(packed).predict(matrix), expected)
+    for damaged in (packed[: len(packed) // 2], packed[:-4] + b"\xff\xff\xff\xff", packed[:1] + packed[2:]):
+        with pytest.raises((EOFError, ValueError)):
+            Trees(damaged)
     # Read by xgboost first, and by the loop when there are many rows.
     monkeypatch.setattr(forest, "_loop", lambda: None)
     later = Trees(saved)
