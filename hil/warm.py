@@ -25,8 +25,8 @@ Item = tuple[str, Shape]
 
 def chunks(work: Work, size: int = _CHUNK) -> list[list[Item]]:
     """Kernels and shapes, alike ones together."""
-    items = sorted((name, shape.k, shape.m, shape) for shape, names in work for name in names)
-    pairs = [(name, shape) for name, *_, shape in items]
+    items = [(name, shape) for shape, names in work for name in names]
+    pairs = sorted(items, key=lambda item: (item[0], item[1].k, item[1].m, item[1].n, item[1].groups))
     return [pairs[first : first + size] for first in range(0, len(pairs), size)]
 
 

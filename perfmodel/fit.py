@@ -60,6 +60,7 @@ NEVER_SEEN = {
     "blind2": "held_out_blind2",
     "blind3": "held_out_blind3",
     "blind4": "held_out_blind4",
+    "blind5": "held_out_blind5",
     "blind_memory": "held_out_blind_memory",
     "blind_memory2": "held_out_blind_memory2",
 }

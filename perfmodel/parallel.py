@@ -1,4 +1,4 @@
-"""One kernel's learning beside another's: as many processes as there are cores, each with a single thread.
+"""One kernel's learning beside another's: as many processes as it has cores, each with a single thread.
 
 Kernels are learned apart from each other, and their matrices are too small to share among threads.
 """
@@ -29,7 +29,7 @@ def each(function: Callable[..., Result], jobs: Sequence[tuple[Any, ...]]) -> It
     Raises:
         What the function raises; `concurrent.futures.process.BrokenProcessPool` where a process was killed.
     """
-    workers = min(os.cpu_count() or 1, len(jobs))
+    workers = min(_cores(), len(jobs))
     if workers < 2 or sum(len(job[1]) for job in jobs) < MANY_ROWS:
         yield from (function(*job) for job in jobs)
         return
@@ -43,6 +43,11 @@ def each(function: Callable[..., Result], jobs: Sequence[tuple[Any, ...]]) -> It
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _cores() -> int:
+    """Cores that this process may use, which are fewer than there are where it is bound to some."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

@@ -12,6 +12,8 @@ WORK = [(Shape(rows, 1, columns), ["b", "a"]) for rows, columns in ((64, 512), (
 
 def test_alike_ones_lie_together_and_each_is_there_once():
     found = chunks(WORK, 2)
+    alike = [(Shape(64, n, 32), ["torch/bf16"]) for n in (48, 16, 32)]
+    assert [shape.n for chunk in chunks(alike) for _, shape in chunk] == [16, 32, 48]
     assert [len(chunk) for chunk in found] == [2, 2, 2]
     assert [(name, shape.k) for chunk in found for name, shape in chunk] == [
         ("a", 128), ("a", 512), ("a", 512), ("b", 128), ("b", 512), ("b", 512),
