@@ -39,7 +39,12 @@ def rowwise(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: to
 
 def block128(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
     """The same, scaled by scale_a (ceil(M / 128), K / 128) and scale_b (ceil(N / 128), K / 128), both contiguous."""
-    return torch.ops.fbgemm.f8f8bf16_blockwise(a, b, scale_a, scale_b, 128, 128, 128)
+    return torch.ops.fbgemm.f8f8bf16_blockwise(a, b, row_major(scale_a), row_major(scale_b), 128, 128, 128)
+
+
+def row_major(scale: torch.Tensor) -> torch.Tensor:
+    """The same values with a last stride of 1: FBGEMM asks for it of one column, too, which any stride leaves contiguous."""
+    return scale.reshape(-1).view(scale.shape)
 
 
 def scale_shapes(shape: Shape, block: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
