@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 
 from loka_sim.dispatch.cost import Time, Times
@@ -34,6 +35,7 @@ from loka_sim.whole_step import (
 )
 from perfmodel import fused, hardware
 from perfmodel.data_folder import data_folder
+from perfmodel.in_step import is_across
 from perfmodel.kernels import KERNELS
 
 H200 = hardware.load("h200")
@@ -263,17 +265,20 @@ def test_adding_at_indices_takes_as_long_as_it_was_measured():
 
 
 def test_weight_gradients_of_uneven_features_take_longer_than_alone():
-    """Of a layer of 28 features for 4 the gradient took 17.4 us in a step, 7.1 with K fastest; even features change nothing."""
+    """As products do that were timed in the layouts of their passes, and with K fastest; even features change nothing."""
+    timed = pd.read_parquet(data_folder() / "h200" / "step_layouts.parquet")
+    timed = timed[(timed["pass"] == "grad_weight") & (timed["groups"] == 1) & (timed["us"] < 50)]
+    uneven = is_across(timed["m"], timed["n"])
+
+    def spec(rows):
+        passes = [{"grad_weight": Gemm(*(Dim(int(size)) for size in (r.m, r.n, r.k, 1)))} for r in rows.itertuples()]
+        return SimpleNamespace(sites=[SimpleNamespace(name="layer", passes=each) for each in passes], batch=512)
+
     model = fused.load()
-
-    def spec(features):
-        passes = {"grad_weight": Gemm(Dim(4 if features == 28 else 64), Dim(features), Dim(0, 16), Dim(1))}
-        site = SimpleNamespace(name="layer", passes=passes)
-        return SimpleNamespace(sites=[site], batch=512)
-
-    found = uneven_gradients(spec(28), H200, model)
-    assert [other.kind for other in found] == ["uneven"] and 2 < found[0].time.us < 17.4 - 7.1
-    assert uneven_gradients(spec(64), H200, model) == []
+    (found,) = uneven_gradients(spec(timed[uneven]), H200, model)
+    longer = (timed["us"] - timed["k_fastest_us"])[uneven]
+    assert uneven.sum() > 100 and found.kind == "uneven" and found.time.us == pytest.approx(longer.sum(), rel=0.15)
+    assert uneven_gradients(spec(timed[~uneven]), H200, model) == []
 
 
 def test_the_host_launches_every_stage_and_nothing_for_what_is_no_kernel():

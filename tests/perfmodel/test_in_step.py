@@ -165,4 +165,4 @@ def test_timed_weight_gradients_are_nearer_with_what_was_found():
     longer = fit_in_step.longer_us(layouts, "h200")
     found = SHIPPED.across_us(layouts["m"], layouts["n"], longer)
     apart = [np.abs(np.log(layouts["us"] / us)).mean() for us in (found, layouts["k_fastest_us"])]
-    assert apart[0] < 0.75 * apart[1]
+    assert apart[0] < 0.6 * apart[1]
