@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,16 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from hil.files import write_atomic
 from hil.kernels.base import Shape
 from hil.launches import drawn, takes
 from hil.timing import BufferPool
 from perfmodel.choice import PARTS, Choice, asked, parts_of
 from perfmodel.data_folder import data_folder
 from perfmodel.hardware import HardwareSpec
-from perfmodel.model import choice_file, read_spec
+from perfmodel.model import choice_file
 from perfmodel.network import REACH, Network
+from perfmodel.saved import read_spec
 
 KERNELS_ASKED = (
     "torch/bf16", "torch/bf16_batched", "torch/fp8_tensorwise_fast", "torch/fp8_tensorwise_split", "torch/fp8_block128",
@@ -240,13 +243,6 @@ def _judged(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _write(path: Path, payload: bytes) -> None:
-    """All of a file or nothing, so that a killed run leaves none that cannot be read."""
-    part = path.with_suffix(".part")
-    part.write_bytes(payload)
-    part.replace(path)
-
-
 def unanswered(folder: Path) -> tuple[str, ...]:
     """Those of `KERNELS_ASKED` of which a folder has no network, or none that its sidecar knows."""
     judged = _judged(folder)
@@ -294,34 +290,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from hil.fingerprint import fingerprint
+    from hil.fingerprint import fingerprint, has_gpu
 
     began, careful = time.time(), options.out / "gemm.parquet"
     columns = ["m", "n", "k", "groups"]
     if options.answers is not None and options.answers.is_file():
         rows = pd.read_parquet(options.answers)
     else:
-        if not torch.cuda.is_available():
-            print("no CUDA GPU here: run this on a Hopper machine", file=sys.stderr)
+        if not has_gpu():
             return 3
         known = frozenset(map(tuple, pd.read_parquet(careful)[columns].to_numpy().tolist()) if careful.is_file() else ())
         jobs = [(kernels, number, options.seed, known, 60 * options.minutes, options.most) for number in range(options.workers)]
         with multiprocessing.get_context("spawn").Pool(options.workers) as processes:
             rows = pd.concat(processes.starmap(answers, jobs, chunksize=1)).drop_duplicates(["kernel", *columns])
         if options.answers is not None:
-            rows.to_parquet(options.answers, index=False, compression="zstd")
+            write_atomic(options.answers, partial(rows.to_parquet, index=False, compression="zstd"))
     print(f"{len(rows)} answers, {time.time() - began:.0f} s", file=sys.stderr)
     folder, judged = options.out / NETWORKS, _judged(options.out)
     folder.mkdir(parents=True, exist_ok=True)
     command = f"python -m hil.choices {shlex.join(arguments if arguments is not None else sys.argv[1:])}"
     where = fingerprint() if torch.cuda.is_available() else {}
     for kernel, choice, scores in _learned(rows, kernels, spec, options.epochs, options.learners):
-        _write(folder / choice_file(kernel), gzip.compress(choice.save(), 9, mtime=0))
+        write_atomic(folder / choice_file(kernel), partial(Path.write_bytes, data=gzip.compress(choice.save(), 9, mtime=0)))
         print(f"{kernel}: {scores}, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
         judged[kernel] = {"command": command, **where, **scores}
         method = "kernels of captured calls by name, told by networks; see hil/choices.py"
         document = {"schema_version": 2, "method": method, "kernels": judged}
-        _write(options.out / SIDECAR, (json.dumps(document, indent=1) + "\n").encode())
+        write_atomic(options.out / SIDECAR, partial(Path.write_text, data=json.dumps(document, indent=1) + "\n"))
     return 0
 
 

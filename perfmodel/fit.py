@@ -45,8 +45,9 @@ from perfmodel.judge import SHAPE
 from perfmodel.kernels import GEMM_KERNELS, KERNELS
 from perfmodel.learn import Learned, learn_first, measured_range, predict, train
 from perfmodel.measured import LEAST_US, read_choices, read_launches, read_timings
-from perfmodel.model import SCHEMA_VERSION, choice_file, model_file, network_file, read_spec, size_class
+from perfmodel.model import choice_file, model_file, network_file, size_class
 from perfmodel.parallel import each
+from perfmodel.saved import SCHEMA_VERSION, read_spec
 from perfmodel.slim import slim
 
 __all__ = [

@@ -19,8 +19,9 @@ import pandas as pd
 from perfmodel.correction import Array, Local, choose_local, fit_local, fit_machine
 from perfmodel.judge import SHAPE, accuracy_of
 from perfmodel.kernels import KERNELS
-from perfmodel.model import SIZE_CLASSES_US, PerfModel, columns_of, load, size_class
+from perfmodel.model import SIZE_CLASSES_US, PerfModel, columns_of, size_class
 from perfmodel.refinement import LEAST_ROWS, NEW, NORMAL_90, Correction, Refinement, apply, inputs, interval, read, with_base
+from perfmodel.saved import load
 
 FOLDS = 5
 COVERAGE = 0.90

@@ -18,8 +18,9 @@ import pandas as pd
 from perfmodel.correction import Array, Local, Sizes, coordinates, machine_features, memory_share
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import KERNELS
-from perfmodel.model import REFINEMENT as KIND
-from perfmodel.model import PerfModel, baseline_us, check_version, columns_of, read_json, size_class
+from perfmodel.model import PerfModel, baseline_us, columns_of, size_class
+from perfmodel.saved import REFINEMENT as KIND
+from perfmodel.saved import check_version, read_json
 
 SCHEMA_VERSION = 3
 NORMAL_90 = 1.6449

@@ -159,7 +159,7 @@ def _unmade(takes: str, turned: bool, height: int, width: int, toolbox: Toolbox)
         spec = KERNELS[quantizer]
         if spec.makes == takes and spec.readings == (turned,):
             return f"{quantizer}: {spec.illegal(height, 1, width, toolbox.capability)}"
-    libraries = ", ".join(dict.fromkeys(KERNELS[name].library for name in toolbox.quantizers)) or "these libraries"
+    libraries = ", ".join(dict.fromkeys(name.partition("/")[0] for name in toolbox.quantizers)) or "these libraries"
     return f"no quantizer of {libraries} makes {takes}{' of the transposed tensor' if turned else ''}"
 
 

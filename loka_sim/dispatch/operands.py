@@ -17,7 +17,11 @@ from perfmodel.kernels import KERNELS, SQUARE
 
 TRANSPOSE = "torch/transpose_e4m3"
 
-LIBRARIES = tuple(dict.fromkeys(s.library for s in KERNELS.values() if (s.is_fp8 and "gemm" in s.kind) or s.kind == "quantize"))
+LIBRARIES = tuple(
+    dict.fromkeys(
+        name.partition("/")[0] for name, s in KERNELS.items() if (s.is_fp8 and "gemm" in s.kind) or s.kind == "quantize"
+    )
+)
 """Libraries that a decision may take kernels from. Whole layers (`linear`) are none of its choices."""
 
 DEFAULT_LIBRARIES = ("torch",)
@@ -106,7 +110,7 @@ class Toolbox:
     @classmethod
     def of(cls, libraries: Sequence[str], known: Container[str] | None = None, capability: tuple[int, int] = (9, 0)) -> Toolbox:
         """The kernels of some libraries, those alone that are `known` (have a time) where that is said."""
-        specs = [s for s in KERNELS.values() if s.library in libraries and (known is None or s.name in known)]
+        specs = [s for name, s in KERNELS.items() if name.partition("/")[0] in libraries and (known is None or name in known)]
         return cls(
             tuple(s.name for s in specs if s.is_fp8 and s.kind in ("gemm", "batched_gemm")),
             tuple(s.name for s in specs if s.makes is not None),

@@ -13,7 +13,8 @@ from hil.kernels.base import Shape
 from perfmodel import hardware
 from perfmodel.choice import PARTS, Choice, asked, parts_of
 from perfmodel.data_folder import data_folder
-from perfmodel.model import choice_file, read_spec
+from perfmodel.model import choice_file
+from perfmodel.saved import read_spec
 
 KERNEL = "torch/fp8_tensorwise_fast"
 
