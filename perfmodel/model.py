@@ -301,6 +301,7 @@ class PerfModel:
             for part in parts:
                 fill(part)
         else:
+            # A part alone is too small to have the loop compiled; once it is there, parts use it.
             worth_compiling(len(kernels))
             with single_threaded(), ThreadPoolExecutor(THREADS) as pool:
                 # Each kernel's files are read once before two threads may ask for them.
