@@ -18,7 +18,7 @@ from loka_sim.whole_step import Other, by_kind
 
 if TYPE_CHECKING:
     from loka_sim.whatif import SiteDecision
-    from perfmodel.hardware import HardwareSpec
+    from perfmodel.model import PerfModel
 
 
 class Runs(NamedTuple):
@@ -44,7 +44,7 @@ def model_steps(
     decider: Decider,
     torch: Toolbox,
     others: tuple[Other, ...],
-    hardware: HardwareSpec,
+    timing: PerfModel,
     runs: Mapping[str, Runs],
 ) -> tuple[tuple[Step, ...], Converted | None]:
     """Step times of bf16, the baselines and the decision, and what stands beside the GEMMs of the last.
@@ -56,7 +56,7 @@ def model_steps(
         decider: That made them.
         torch: torch's kernels, which baselines and torchao run.
         others: What stands beside the GEMMs in bf16; nothing where the specification does not say.
-        hardware: The GPU.
+        timing: Times of GEMMs, and the GPU that they are of.
         runs: By step's name, or `recipe` for the baselines.
     """
     beside = by_kind(others) if others else None
@@ -69,7 +69,7 @@ def model_steps(
         if others:
             shapes = [cost.shape for cost in costs]
             makers = [operand_makers(*entry, toolbox) for entry in zip(shapes, assignments, strict=True)]
-            found = converted(spec, hardware, shapes, assignments, makers, runner)
+            found = converted(spec, timing.hardware, shapes, assignments, makers, runner, timing)
         inside = [] if found is None else [site.name in found.sites for site in spec.sites]
         fp8 = None if found is None else found.by_kind
         summed = step(

@@ -277,12 +277,12 @@ def whatif(
         for site, shape, (passes, anew), beside in zip(spec.sites, shapes, decided, arounds, strict=True)
     )
     costs = [SiteCost(*entry) for entry in zip(shapes, arounds, accuracies, strict=True)]
-    others = of_step(spec, timing.hardware)
+    others = of_step(spec, timing.hardware, timing=timing)
     runs = {RECIPE: _runs(as_run_by(RECIPE, times, timing.hardware), timing, others, RECIPE)}
     runs["decision"] = _runs(run, timing, others, runner)
     if any(site.torchao for site in sites):
         runs["torchao"] = _runs(exported, timing, others, EXPORT)
-    steps, fp8 = model_steps(spec, costs, sites, decider, torch, others, timing.hardware, runs)
+    steps, fp8 = model_steps(spec, costs, sites, decider, torch, others, timing, runs)
     return WhatIf(
         settings, spec, _hardware(timing), known, sites, steps, exchanged, times, decider.toolbox, parallel, others, fp8,
         runs["decision"],

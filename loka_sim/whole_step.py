@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from loka_sim.dispatch.candidates import Row
+from loka_sim.dispatch.candidates import BF16, Row
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.steps import RECIPE, RUN_AS, RUNTIME, as_run
 from loka_sim.modelspec import PASSES, Dim, Fused, ModelSpec, Table
@@ -336,17 +336,27 @@ def gaps(kernels: Iterable[Fused], spec: ModelSpec, model: InStep | None) -> lis
     return found
 
 
-def uneven_gradients(spec: ModelSpec, hardware: HardwareSpec, model: FusedModel) -> list[Other]:
-    """What weight gradients take longer than alone whose features Hopper's own kernels do not take; they are never in FP8."""
+def uneven_gradients(spec: ModelSpec, hardware: HardwareSpec, model: FusedModel, timing: PerfModel | None = None) -> list[Other]:
+    """What weight gradients take longer than alone whose features Hopper's own kernels do not take; they are never in FP8.
+
+    Args:
+        spec: The model, at the batch asked for.
+        hardware: The GPU.
+        model: Times of memory-bound kernels.
+        timing: As `of_step` takes it.
+    """
     between = model.in_step
     every = [site.passes["grad_weight"] for site in spec.sites if "grad_weight" in site.passes]
     sizes = np.array([gemm.shape(spec.batch) for gemm in every if gemm.groups.at(spec.batch) == 1]).reshape(-1, 3)
     sizes = sizes[is_across(sizes[:, 0], sizes[:, 1])]
-    gemms = _gemms_of(hardware.name, tuple(hardware.capability)) if between is not None and len(sizes) else None
-    if between is None or gemms is None:
+    if between is None or not len(sizes):
+        return []
+    known = timing is not None and BF16 in timing.manifest["kernels"]
+    gemms = timing if known else _gemms_of(hardware.name, tuple(hardware.capability))
+    if gemms is None:
         return []
     turned = np.concatenate([sizes, sizes[:, (1, 0, 2)]])
-    columns = {"kernel": ["torch/bf16"] * len(turned), **dict(zip("mnk", turned.T, strict=True))}
+    columns = {"kernel": [BF16] * len(turned), **dict(zip("mnk", turned.T, strict=True))}
     both = gemms.predict(columns)["time_us"]
     alone, longer = both[: len(sizes)], np.maximum(both[: len(sizes)], both[len(sizes) :])
     across = between.across_us(sizes[:, 0], sizes[:, 1], longer)
@@ -357,7 +367,11 @@ def uneven_gradients(spec: ModelSpec, hardware: HardwareSpec, model: FusedModel)
 
 
 def of_step(
-    spec: ModelSpec, hardware: HardwareSpec, optimizer: str = "adamw", kernels: Sequence[Fused] | None = None
+    spec: ModelSpec,
+    hardware: HardwareSpec,
+    optimizer: str = "adamw",
+    kernels: Sequence[Fused] | None = None,
+    timing: PerfModel | None = None,
 ) -> tuple[Other, ...]:
     """Everything beside the sites' GEMMs in a training step of one GPU; nothing where the specification lists no kernels.
 
@@ -366,6 +380,7 @@ def of_step(
         hardware: The GPU; without any timings of memory-bound kernels nothing is known either.
         optimizer: Of the dense parameters and of the tables' rows: a key of `perfmodel.optimizers.OPTIMIZERS`.
         kernels: Of the forward and backward; None for the specification's, in bf16.
+        timing: Times of GEMMs, as one machine corrected them; None for the shipped ones of the GPU.
     """
     if not spec.fused:
         return ()
@@ -376,7 +391,7 @@ def of_step(
     every = [*step, *table_update(spec.tables, spec.batch, optimizer)]
     adds = any(kernel.kind == "scatter" for kernel in spec.fused)
     found = [*others(every, spec.batch, model), *(conflicts(spec.tables, spec.batch) if adds else [])]
-    found += gaps(step, spec, model.in_step) + uneven_gradients(spec, hardware, model)
+    found += gaps(step, spec, model.in_step) + uneven_gradients(spec, hardware, model, timing)
     return (*found, *optimizer_step(dense_tensors(spec), optimizer, hardware))
 
 

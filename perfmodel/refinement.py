@@ -301,7 +301,7 @@ class RefinedModel(PerfModel):
     def predict(self, frame: Any) -> Any:
         """Times of kernel calls, as `PerfModel.predict`; a measured shape has its measured time."""
         if isinstance(frame, Mapping):
-            return dict(self.predict(pd.DataFrame(dict(frame))).items())
+            return {str(name): column.to_numpy() for name, column in self.predict(pd.DataFrame(dict(frame))).items()}
         refinement = self.refinement
         assert refinement is not None
         new = set(self.manifest["kernels"]) - set(refinement.base.manifest["kernels"])

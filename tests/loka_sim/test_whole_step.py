@@ -7,9 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 
+import perfmodel
+from loka_sim import calibration
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.operands import Row
 from loka_sim.dispatch.steps import ALIKE, EXPORT, RECIPE, RUNTIME, speedup, whole
@@ -37,6 +40,7 @@ from perfmodel import fused, hardware
 from perfmodel.data_folder import data_folder
 from perfmodel.in_step import is_across
 from perfmodel.kernels import KERNELS
+from perfmodel.refine import refine
 
 H200 = hardware.load("h200")
 TABLES = (Table("large", 40_000_000, 128, lookups=1.0), Table("small", 10, 64, lookups=2.0))
@@ -279,6 +283,31 @@ def test_weight_gradients_of_uneven_features_take_longer_than_alone():
     longer = (timed["us"] - timed["k_fastest_us"])[uneven]
     assert uneven.sum() > 100 and found.kind == "uneven" and found.time.us == pytest.approx(longer.sum(), rel=0.15)
     assert uneven_gradients(spec(timed[~uneven]), H200, model) == []
+
+
+def test_uneven_weight_gradients_are_those_of_the_calibration(tmp_path):
+    """On a machine whose bf16 GEMMs take twice as long: those of its times, and the same beside FP8 GEMMs."""
+    base, sizes = perfmodel.load(), np.random.default_rng(0)
+    rows = pd.DataFrame({"kernel": "torch/bf16", **{name: sizes.integers(16, 2000, 40) for name in "mnk"}})
+    refine(base, rows.assign(p50_us=2 * base.predict(rows)["time_us"])).save(tmp_path)
+    calibration.save_manifest(tmp_path, "h200", {}, ["made up"], {})
+    answer = whatif("interformer-small", batch=8192, calibration=tmp_path)
+    corrected, between = perfmodel.load(calibration=tmp_path), fused.load().in_step
+    expected = 0.0
+    for site in answer.spec.sites:
+        gemm = site.passes["grad_weight"]
+        m, n, k = gemm.shape(answer.spec.batch)
+        if gemm.groups.at(answer.spec.batch) == 1 and is_across(m, n):
+            shapes = pd.DataFrame({"kernel": "torch/bf16", "m": [m, n], "n": [n, m], "k": [k, k]})
+            alone, turned = corrected.predict(shapes)["time_us"]
+            longer, alone = between.across_us([m], [n], [max(alone, turned)]), np.array([alone])
+            expected += max((between.gemms([False], longer) * longer - between.gemms([False], alone) * alone).item(), 0.0)
+    of_bf16, of_fp8 = (
+        [other.time.us for other in found if other.kind == "uneven"] for found in (answer.others, answer.converted.others)
+    )
+    shipped = [other.time.us for other in of_step(answer.spec, H200) if other.kind == "uneven"]
+    assert of_bf16 == of_fp8 == pytest.approx([expected]) and expected > 1
+    assert shipped and abs(expected / shipped[0] - 1) > 0.05
 
 
 def test_the_host_launches_every_stage_and_nothing_for_what_is_no_kernel():

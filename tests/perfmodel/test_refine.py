@@ -165,6 +165,15 @@ def test_unmeasured_kinds_keep_the_bases_word(base, refinement):
     pd.testing.assert_frame_equal(refinement.model.predict(rows), base.predict(rows))
 
 
+def test_columns_by_name_get_arrays(halves, refinement):
+    """As the shipped model gives them: a Series would be matched by its index where parts of it are compared."""
+    rows, model = halves[1], refinement.model
+    found = model.predict({name: rows[name].tolist() for name in ("kernel", "m", "n", "k")})
+    expected = model.predict(rows.assign(groups=1))
+    assert {name: type(column) for name, column in found.items()} == dict.fromkeys(expected.columns, np.ndarray)
+    assert all((found[name] == expected[name].to_numpy()).all() for name in found)
+
+
 def test_save_and_load_are_exact(base, halves, refinement, tmp_path):
     refinement.save(tmp_path)
     loaded = perfmodel.load("h200", calibration=tmp_path)
