@@ -14,7 +14,6 @@ third form.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gzip
 import json
@@ -33,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from hil.command import Parser
 from hil.files import write_atomic
 from hil.kernels.base import Shape
 from hil.launches import drawn, takes
@@ -265,7 +265,7 @@ def _learned(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m hil.choices", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m hil.choices", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of choices/ and choices.json")
     parser.add_argument("--minutes", type=float, default=1.0, help="of asking")
     parser.add_argument("--epochs", type=int, default=40, help="of learning")

@@ -29,6 +29,7 @@ from typing import Any
 
 import pandas as pd
 
+from hil.command import Parser
 from hil.files import write_atomic
 from hil.fingerprint import has_gpu
 from hil.kernels.availability import absences, availability, available_kernels
@@ -236,7 +237,7 @@ def read_shapes(path: Path) -> list[tuple[Shape, tuple[str, ...]]]:
     return [(Shape(m, n, k, groups), tuple(str(patterns).split())) for m, n, k, groups, patterns in columns]
 
 
-def _drawn(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Items:
+def _drawn(options: argparse.Namespace, parser: Parser) -> Items:
     if options.shapes:
         try:
             return read_shapes(options.shapes)
@@ -257,7 +258,7 @@ def _command(arguments: Sequence[str]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of the sweep."""
-    parser = argparse.ArgumentParser(prog="python -m hil.collect", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m hil.collect", description=__doc__.splitlines()[0])
     parser.add_argument(
         "family",
         choices=sorted(FAMILIES),

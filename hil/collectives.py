@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from hil.collectives_calls import LOCAL_OPS, Case, Place, build, calls_for
 from hil.collectives_table import Table
+from hil.command import Parser
 
 SIZES = tuple(2**exponent for exponent in range(12, 31))
 CODEC_SIZES = tuple(2**exponent for exponent in range(15, 30))
@@ -257,7 +258,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; run under torchrun. Exit codes: 0 all is measured, 1 time ran out, 2 bad usage, 3 no GPUs."""
-    parser = argparse.ArgumentParser(prog="python -m hil.collectives", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m hil.collectives", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of collectives.parquet and collectives.json")
     parser.add_argument("--minutes", type=float, default=30.0, help="begin nothing after this long (default: 30)")
     parser.add_argument("--sizes", type=_sizes, default=SIZES, help="bytes a rank, comma-separated")

@@ -11,7 +11,6 @@ compared with `numerics.estimated_split_k`. `numerics.fidelity` says in words wh
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shlex
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hil.command import Parser
 from hil.exactness_cases import BF16, CASES, Case, Draw, scale_shapes
 from hil.files import write_atomic
 from hil.kernels.availability import absences, availability
@@ -220,7 +220,7 @@ def table(rows: list[dict]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Draw and compare until the time is up; 0 when all outputs of all kernels were equal, 1 when not, 3 without a GPU."""
-    parser = argparse.ArgumentParser(prog="python -m hil.exactness", description=(__doc__ or "").split("\n")[0])
+    parser = Parser(prog="python -m hil.exactness", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, help="folder for exactness.json (default: print only)")
     parser.add_argument("--minutes", type=float, default=3.0, help="time to spend (default 3)")
     parser.add_argument("--until", type=float, help="the same as a Unix time, instead of --minutes")

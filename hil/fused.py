@@ -12,7 +12,6 @@ Between two iterations 512 MB are written, so that nothing is read from the L2 o
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import statistics
@@ -30,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hil.command import Parser
 from hil.compiled import by_iteration, kernel_launches, kernel_times, recorded
 from hil.files import write_atomic
 from hil.fingerprint import fingerprint, has_gpu
@@ -277,7 +277,7 @@ def _save(path: Path, iterations: int, rows: list[dict[str, Any]], left_out: lis
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m hil.fused", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m hil.fused", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "what", choices=("compiled", "eager"), help="kernels that torch.compile makes; look-ups, fills and small steps as called"
     )

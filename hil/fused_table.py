@@ -5,7 +5,6 @@ python -m hil.fused_table runs/fused.json --out data/h200/fused.parquet
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pandas
 
+from hil.command import Parser
 from hil.files import write_atomic
 from hil.fused_families import CUBES, LARGE_CUBES, MATRICES
 from hil.quantized_families import SIZES
@@ -121,7 +121,7 @@ def _both(kept: int, reduced: int) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m hil.fused_table", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m hil.fused_table", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", type=Path, nargs="+", help="what `python -m hil.fused compiled` wrote")
     parser.add_argument("--out", type=Path, required=True, help="parquet file of the table")
     parser.add_argument("--add", action="store_true", help="keep the rows that --out has; its sidecar names the new runs, too")

@@ -15,7 +15,6 @@ Triton compiles our own GEMM for some hundred ways to cut a shape, a second each
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import shlex
@@ -33,6 +32,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from hil.command import Parser
 from hil.files import write_atomic
 from hil.fingerprint import fingerprint, has_gpu
 from hil.kernels.base import Runner, Shape
@@ -199,7 +199,7 @@ def measured(shapes: Sequence[Shape], runners: Sequence[Runner], deadline: float
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m hil.launches", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m hil.launches", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of launches.parquet, extended if it is there")
     parser.add_argument("--count", type=int, default=60000, help="shapes to draw (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=9001)

@@ -9,7 +9,6 @@ nothing is read from the L2. Rows go to `optimizers.json`; `python -m perfmodel.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shlex
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from hil.command import Parser
 from hil.compiled import by_iteration, kernel_launches
 from hil.files import write_atomic
 from hil.fingerprint import fingerprint, has_gpu
@@ -116,7 +116,7 @@ def medians(launches: Sequence[tuple[str, float]]) -> list[float]:
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m hil.optimizers", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m hil.optimizers", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of optimizers.json (default: this one)")
     parser.add_argument("--seconds", type=float, default=80, help="begin nothing after so many (default: %(default)s)")
     parser.add_argument("--count", type=int, default=60, help="lists to draw (default: %(default)s)")

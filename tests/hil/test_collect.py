@@ -1,4 +1,5 @@
 import gc
+import importlib
 import json
 import math
 import time
@@ -68,6 +69,7 @@ def test_shapes_from_a_file(tmp_path):
         ("m,n,k,groups\n1,2,3,1\n4,5,6,0\n", "has groups = 0; sizes are whole numbers, 1 or more"),
         ("m,n,k\n1,2,\n", "has k = nan"),
         ("", "is no CSV of shapes"),
+        ("m,n,k\n1,2,3\n4,5,6,7,8\n", "is no CSV of shapes"),
         (None, "is no CSV of shapes"),
     ],
 )
@@ -77,8 +79,21 @@ def test_shapes_that_are_none_are_refused_in_one_line(tmp_path, capsys, text, me
         path.write_text(text)
     with pytest.raises(SystemExit) as stop:
         main(["gemm", "--out", str(tmp_path), "--shapes", str(path)])
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert stop.value.code == 2 and last.startswith("python -m hil.collect: error: --shapes: ") and message in last
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and line.startswith("python -m hil.collect: --shapes: ") and message in line
+
+
+@pytest.mark.parametrize(
+    "name", ["choices", "collect", "collectives", "exactness", "fused", "fused_table", "launches", "optimizers"]
+)
+def test_a_wrong_command_line_is_answered_in_one_line(monkeypatch, capsys, name):
+    module = importlib.import_module(f"hil.{name}")
+    monkeypatch.setattr("sys.argv", [name, "--no-such-option"])
+    with pytest.raises(SystemExit) as stop:
+        module.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2
+    assert line.startswith(f"python -m hil.{name}: ") and line.endswith(f"; see `python -m hil.{name} --help`")
 
 
 def test_layers_to_draw_are_legal_in_fp8():
