@@ -1,7 +1,7 @@
 """Ask cuBLAS which kernel it chooses for very many GEMMs, and teach a network to tell it from the size.
 
     python -m hil.choices --out data/h200 --minutes 1 --workers 14 --seed 91001
-    python -m hil.choices --out data/h200 --minutes 2 --workers 14 --seed 95001 --kernels torch/bf16
+    python -m hil.choices --out data/h200 --minutes 2 --workers 14 --seed 95001 --kernels torch/bf16 --width 256
     python -m hil.choices --out DIR --hardware-spec FILE --learners 5
 
 A call is captured into a CUDA graph and never run: the graph's nodes name the kernels. That takes 0.3 ms, and answers without
@@ -47,14 +47,18 @@ from perfmodel.saved import read_spec
 KERNELS_ASKED = (
     "torch/bf16", "torch/bf16_batched", "torch/fp8_tensorwise_fast", "torch/fp8_tensorwise_split", "torch/fp8_block128",
 )  # fmt: skip
-_BATCHED = "torch/bf16_batched"
+# What takes many products, and what draws those that are few and large.
+_BATCHED, _GROUPED = "torch/bf16_batched", "torch/fp8_grouped_rowwise_fast"
 WIDTH, HIDDEN, BATCH, RATE, DECAY = 192, 3, 2048, 3e-3, 1e-2
+# From so many answers on a batch is four times as large: steps are many enough, and a GPU takes hardly longer for one.
+MANY_ANSWERS = 1_000_000
 # Of the answers, for the accuracy in the sidecar.
 HELD_OUT = 10_000
 NETWORKS, SIDECAR = "choices", "choices.json"
-# Shapes drawn at once, of all kinds, again of many products and of any sizes; most values of a result; bytes that torch may
-# keep before it gives back what is free.
-_DRAWN, _MOST_OUTPUTS, _KEPT_BYTES = (600, 1200, 200), 2**29, 5e9
+# Shapes drawn at once, of all kinds, again of many products, of few large ones and of any sizes; most values of a result;
+# bytes that torch may keep before it gives back what is free.
+_DRAWN, _MOST_OUTPUTS, _KEPT_BYTES = (600, 1200, 500, 200), 2**29, 5e9
+_SHAPE = ["m", "n", "k", "groups"]
 _KERNEL_NODE, _MEMSET_NODE, _RELAXED = 0, 2, 2
 
 
@@ -122,14 +126,19 @@ class Recorder:
 
 
 def _shapes(kernels: Sequence[str], seed: int) -> list[Shape]:
-    """A few hundred shapes for the kernels asked, a fifth of them of many products where any takes those."""
-    everything, batched, odd = _DRAWN
-    more = drawn(batched, seed + 5, (_BATCHED,)) if _BATCHED in kernels else []
+    """A few hundred shapes for the kernels asked, a third of them of many products where any takes those."""
+    everything, batched, grouped, odd = _DRAWN
+    more = drawn(batched, seed + 5, (_BATCHED,)) + drawn(grouped, seed + 6, (_GROUPED,)) if _BATCHED in kernels else []
     return drawn(everything, seed, kernels) + more + drawn(odd, seed + 7, kernels, odd=True)
 
 
+def keys_of(shapes: pd.DataFrame) -> npt.NDArray[np.uint64]:
+    """A number for each row's shape, (rows,), equal for equal shapes: two million of them are quickly sent to a process."""
+    return np.asarray(pd.util.hash_pandas_object(shapes[_SHAPE].astype(np.int64), index=False), dtype=np.uint64)
+
+
 def answers(
-    kernels: Sequence[str], number: int, seed: int, known: frozenset[tuple[int, ...]], seconds: float, most: int
+    kernels: Sequence[str], number: int, seed: int, known: npt.NDArray[np.uint64], seconds: float, most: int
 ) -> pd.DataFrame:
     """What one process is told: rows of `kernel`, the shape and `PARTS`.
 
@@ -137,7 +146,7 @@ def answers(
         kernels: That are asked.
         number: Of the process.
         seed: Seeds the shapes, with `number`.
-        known: Shapes to leave out, (m, n, k, groups).
+        known: `keys_of` shapes to leave out.
         seconds: When to stop.
         most: Rows to stop at.
     """
@@ -150,18 +159,22 @@ def answers(
     parts: list[tuple[int, ...]] = []
     recorder, pool = Recorder(), BufferPool(elements=2**30)
     encoded: dict[tuple[str, ...], tuple[int, ...]] = {}
+    seen: set[int] = set()
     small = Shape(256, 256, 256, 1)
     with torch.cuda.stream(recorder.stream):
         for name in kernels:
             RUNNERS[name].bind(replace(small, groups=2) if name == _BATCHED else small, pool)(0)
         torch.cuda.synchronize()
         for turn in range(1_000_000):
-            for shape in _shapes(kernels, seed + 1_000_000 * number + 10 * turn):
+            drawn_now = _shapes(kernels, seed + 1_000_000 * number + 10 * turn)
+            keys = keys_of(pd.DataFrame([(s.m, s.n, s.k, s.groups) for s in drawn_now], columns=_SHAPE))
+            for shape, key, left_out in zip(drawn_now, keys.tolist(), np.isin(keys, known).tolist(), strict=True):
                 if time.time() > until or len(rows) >= most:
-                    frame = pd.DataFrame(rows, columns=["kernel", "m", "n", "k", "groups"])
+                    frame = pd.DataFrame(rows, columns=["kernel", *_SHAPE])
                     return frame.assign(**dict(zip(PARTS, np.array(parts).reshape(-1, len(PARTS)).T, strict=True)))
-                if (shape.m, shape.n, shape.k, shape.groups) in known or shape.groups * shape.m * shape.n > _MOST_OUTPUTS:
+                if left_out or key in seen or shape.groups * shape.m * shape.n > _MOST_OUTPUTS:
                     continue
+                seen.add(key)
                 for name in kernels:
                     if takes(name, shape):
                         try:
@@ -178,7 +191,9 @@ def answers(
     raise AssertionError
 
 
-def learn(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, epochs: int, seed: int = 0) -> tuple[Choice, dict[str, Any]]:
+def learn(
+    kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, epochs: int, width: int | None = None, seed: int = 0
+) -> tuple[Choice, dict[str, Any]]:
     """A network of one kernel's choices, trained on the GPU where there is one, and how often it is right.
 
     Args:
@@ -186,37 +201,37 @@ def learn(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, epochs: int, 
         rows: What `answers` gives of it.
         hardware: The GPU.
         epochs: Times that each row is seen.
+        width: Units of a hidden layer, by default `WIDTH`.
         seed: Seeds weights, order and what is held out.
     """
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
-    m, n, k, groups = (rows[name].to_numpy(dtype=np.float64) for name in ("m", "n", "k", "groups"))
+    m, n, k, groups = (rows[name].to_numpy(dtype=np.float64) for name in _SHAPE)
     matrix = asked(kernel, m, n, k, groups, hardware)
     coded = [np.unique(rows[part].to_numpy(), return_inverse=True) for part in PARTS]
     mean, deviation = matrix.mean(axis=0), matrix.std(axis=0) + np.float32(1e-6)
     x = torch.from_numpy(np.clip((matrix - mean) / deviation, -REACH, REACH)).to(device)
     y = torch.from_numpy(np.stack([number for _, number in coded], axis=1)).to(device)
-    ends = np.cumsum([len(codes) for codes, _ in coded]).tolist()
-    spans = list(zip([0, *ends], ends, strict=False))
+    # Every part has as many outputs as the one of most codes while it learns: all are one loss then, in a few launches a step.
+    most = max(len(codes) for codes, _ in coded)
+    real = np.concatenate([most * part + np.arange(len(codes)) for part, (codes, _) in enumerate(coded)])
     test, order = np.split(np.random.default_rng(seed).permutation(len(rows)), [min(HELD_OUT, len(rows) // 10)])
     kept = torch.from_numpy(order).to(device)
-    sizes = [x.shape[1], *[WIDTH] * HIDDEN, ends[-1]]
+    sizes = [x.shape[1], *[width or WIDTH] * HIDDEN, most * len(PARTS)]
     linear = [torch.nn.Linear(*pair, device=device) for pair in zip(sizes, sizes[1:], strict=False)]
     layers = [part for layer in linear[:-1] for part in (layer, torch.nn.Hardswish())]
     model = torch.nn.Sequential(*layers, linear[-1])
-    batch = min(BATCH, len(order))
+    batch = min(BATCH if len(order) < MANY_ANSWERS else 4 * BATCH, len(order))
     steps = epochs * (len(order) // batch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, steps, pct_start=0.15, cycle_momentum=False)
     for _ in range(epochs):
         shuffled = kept[torch.randperm(len(kept), device=device)]
         for index in shuffled.split(batch)[: len(order) // batch]:
-            out, wanted = model(x[index]), y[index]
-            loss = torch.stack(
-                [torch.nn.functional.cross_entropy(out[:, a:b], wanted[:, i]) for i, (a, b) in enumerate(spans)]
-            ).sum()
+            out = model(x[index]).view(-1, most)
+            loss = torch.nn.functional.cross_entropy(out, y[index].view(-1)) * len(PARTS)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -224,6 +239,7 @@ def learn(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, epochs: int, 
     arrays: list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = [
         (layer.weight.detach().cpu().numpy().T.copy(), layer.bias.detach().cpu().numpy()) for layer in linear
     ]
+    arrays[-1] = arrays[-1][0][:, real].copy(), arrays[-1][1][real]
     choice = Choice(Network(mean, deviation, 0.0, 1.0, arrays), tuple(codes for codes, _ in coded))
     right = choice.parts(matrix[test]) == np.stack([rows[part].to_numpy()[test] for part in PARTS], axis=1)
     return choice, {
@@ -250,10 +266,10 @@ def unanswered(folder: Path) -> tuple[str, ...]:
 
 
 def _learned(
-    rows: pd.DataFrame, kernels: Sequence[str], hardware: HardwareSpec, epochs: int, processes: int
+    rows: pd.DataFrame, kernels: Sequence[str], hardware: HardwareSpec, epochs: int, width: int, processes: int
 ) -> Iterator[tuple[str, Choice, dict[str, Any]]]:
     """`learn` of each kernel that has answers, in order, so many at a time."""
-    jobs = [(kernel, mine, hardware, epochs) for kernel in kernels if len(mine := rows[rows["kernel"] == kernel])]
+    jobs = [(kernel, mine, hardware, epochs, width) for kernel in kernels if len(mine := rows[rows["kernel"] == kernel])]
     if processes < 2 or len(jobs) < 2:
         yield from ((job[0], *learn(*job)) for job in jobs)
         return
@@ -268,7 +284,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m hil.choices", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of choices/ and choices.json")
     parser.add_argument("--minutes", type=float, default=1.0, help="of asking")
-    parser.add_argument("--epochs", type=int, default=40, help="of learning")
+    parser.add_argument("--epochs", type=int, default=40, help="of learning; 0 only asks, which --answers then keeps")
+    parser.add_argument("--width", type=int, default=WIDTH, help="units of a network's hidden layers (default: %(default)s)")
     parser.add_argument("--most", type=int, default=250_000, help="answers of a process")
     parser.add_argument("--seed", type=int, default=91001)
     parser.add_argument("--workers", type=int, default=8, help="processes that ask")
@@ -278,10 +295,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--kernels", nargs="+", default=["*"], metavar="PATTERN", help=f"of {', '.join(KERNELS_ASKED)} (default: all)"
     )
     parser.add_argument("--answers", type=Path, help="file of all answers: read where it is there, without asking; else written")
+    parser.add_argument(
+        "--earlier", type=Path, nargs="+", default=[], metavar="FILE",
+        help="answers of earlier runs: not asked again, and learned from together with these",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     kernels = [name for name in KERNELS_ASKED if any(fnmatchcase(name, pattern) for pattern in options.kernels)]
     if not kernels:
         parser.error(f"--kernels {' '.join(options.kernels)} fits none of {', '.join(KERNELS_ASKED)}")
+    if options.epochs < 1 and options.answers is None:
+        parser.error("--epochs 0 learns nothing: give --answers, the file to keep the answers in")
+    if absent := [str(path) for path in options.earlier if not path.is_file()]:
+        parser.error(f"--earlier {' '.join(absent)} is not there")
     try:
         spec = read_spec(options.hardware_spec or data_folder() / "h200" / "hardware.json")
     except ValueError as error:
@@ -293,24 +318,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from hil.fingerprint import fingerprint, has_gpu
 
     began, careful = time.time(), options.out / "gemm.parquet"
-    columns = ["m", "n", "k", "groups"]
+    earlier = [frame[frame["kernel"].isin(kernels)] for frame in map(pd.read_parquet, options.earlier)]
     if options.answers is not None and options.answers.is_file():
         rows = pd.read_parquet(options.answers)
     else:
         if not has_gpu():
             return 3
-        known = frozenset(map(tuple, pd.read_parquet(careful)[columns].to_numpy().tolist()) if careful.is_file() else ())
+        asked_before = [*earlier, *([pd.read_parquet(careful, columns=_SHAPE)] if careful.is_file() else [])]
+        known = np.unique(np.concatenate([np.empty(0, dtype=np.uint64), *map(keys_of, asked_before)]))
         jobs = [(kernels, number, options.seed, known, 60 * options.minutes, options.most) for number in range(options.workers)]
         with multiprocessing.get_context("spawn").Pool(options.workers) as processes:
-            rows = pd.concat(processes.starmap(answers, jobs, chunksize=1)).drop_duplicates(["kernel", *columns])
+            rows = pd.concat(processes.starmap(answers, jobs, chunksize=1)).drop_duplicates(["kernel", *_SHAPE])
         if options.answers is not None:
             write_atomic(options.answers, partial(rows.to_parquet, index=False, compression="zstd"))
     print(f"{len(rows)} answers, {time.time() - began:.0f} s", file=sys.stderr)
+    if options.epochs < 1:
+        return 0
+    rows = pd.concat([rows, *earlier]).drop_duplicates(["kernel", *_SHAPE])
     folder, judged = options.out / NETWORKS, _judged(options.out)
     folder.mkdir(parents=True, exist_ok=True)
     command = f"python -m hil.choices {shlex.join(arguments if arguments is not None else sys.argv[1:])}"
     where = fingerprint() if torch.cuda.is_available() else {}
-    for kernel, choice, scores in _learned(rows, kernels, spec, options.epochs, options.learners):
+    for kernel, choice, scores in _learned(rows, kernels, spec, options.epochs, options.width, options.learners):
         write_atomic(folder / choice_file(kernel), partial(Path.write_bytes, data=gzip.compress(choice.save(), 9, mtime=0)))
         print(f"{kernel}: {scores}, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
         judged[kernel] = {"command": command, **where, **scores}

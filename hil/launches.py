@@ -58,7 +58,8 @@ _BLOCK = 128
 def drawn(count: int, seed: int, kernels: Collection[str] = TORCH, *, odd: bool = False) -> list[Shape]:
     """About `count` distinct shapes: 56% as `gemm_shapes`, 8% N and K multiples of 128, the rest tall, wide and batched.
 
-    Without the kinds that none of the kernels takes, and with as many grouped ones as batched where a kernel takes those.
+    Without the kinds that none of the kernels takes. Of experts' and towers' shapes, few large products, there are as many as of
+    batched ones where a grouped kernel is asked for, and a quarter as many where only a batched one takes them.
 
     Args:
         count: Of those drawn, from which come those that a kernel takes.
@@ -71,9 +72,11 @@ def drawn(count: int, seed: int, kernels: Collection[str] = TORCH, *, odd: bool 
     rows = min((KERNELS[name].multiple_m for name in kernels if KERNELS[name].multiple_n == _BLOCK), default=4)
     share: tuple[tuple[Callable[[int, int], list[Shape]], float], ...] = (
         (gemm_shapes, 0.56), (tall_shapes, 0.07), (wide_shapes, 0.08), (interaction_shapes, 0.16), (batched_shapes, 0.05),
-        (partial(_block_shapes, rows=rows), 0.08), (grouped_shapes, 0.21),
+        (partial(_block_shapes, rows=rows), 0.08), (grouped_shapes, 0.21 if any("grouped" in name for name in kernels) else 0.05),
     )  # fmt: skip
     kinds = {"grouped" if "grouped" in name else KERNELS[name].kind for name in kernels}
+    if "batched_gemm" in kinds:
+        kinds.add("grouped")
     of: dict[Any, str] = {interaction_shapes: "batched_gemm", batched_shapes: "batched_gemm", grouped_shapes: "grouped"}
     draws = [
         (draw, round(part * count), number) for number, (draw, part) in enumerate(share, seed) if of.get(draw, "gemm") in kinds

@@ -17,6 +17,7 @@ from perfmodel.model import choice_file
 from perfmodel.saved import read_spec
 
 KERNEL = "torch/fp8_tensorwise_fast"
+NONE = np.empty(0, dtype=np.uint64)
 
 
 def rule(kernel: str, shape: Shape) -> list[str]:
@@ -55,7 +56,7 @@ def library(monkeypatch):
 
 
 def test_answers_are_what_each_call_launches(library):
-    rows = choices.answers(choices.KERNELS_ASKED, 0, 7, frozenset(), 60.0, 3000)
+    rows = choices.answers(choices.KERNELS_ASKED, 0, 7, NONE, 60.0, 3000)
     assert 3000 <= len(rows) < 3010 and set(rows["kernel"]) == set(choices.KERNELS_ASKED)
     assert (rows["n"] != 16).all()
     assert set(rows.loc[rows["groups"] == 1, "n"]) & {3, 5, 6, 7, 12, 20}
@@ -64,30 +65,35 @@ def test_answers_are_what_each_call_launches(library):
         assert tuple(getattr(row, part) for part in PARTS) == expected
     single = rows["groups"] == 1
     assert (rows.loc[~single, "kernel"] == "torch/bf16_batched").all() and (~single).mean() > 0.1
+    # Few large products, as of experts, and many small ones, as of explicit interactions.
+    few = rows.loc[~single, "groups"] <= 128
+    assert 0.1 < few.mean() < 0.7 and rows.loc[~single, ["m", "n", "k"]].to_numpy()[few].max() > 2048
+    assert not rows.duplicated(["kernel", "m", "n", "k", "groups"]).any()
 
 
 def test_known_shapes_are_not_asked_and_processes_ask_of_different_ones(library):
     columns = ["m", "n", "k", "groups"]
-    first = choices.answers(choices.KERNELS_ASKED, 0, 7, frozenset(), 60.0, 1500)
-    known = frozenset(map(tuple, first[columns].to_numpy()[:700].tolist()))
-    again = set(map(tuple, choices.answers(choices.KERNELS_ASKED, 0, 7, known, 60.0, 1500)[columns].to_numpy().tolist()))
+    first = choices.answers(choices.KERNELS_ASKED, 0, 7, NONE, 60.0, 1500)
+    known = set(map(tuple, first[columns].to_numpy()[:700].tolist()))
+    keys = choices.keys_of(first[:700])
+    again = set(map(tuple, choices.answers(choices.KERNELS_ASKED, 0, 7, keys, 60.0, 1500)[columns].to_numpy().tolist()))
     assert not again & known
-    other = set(map(tuple, choices.answers(choices.KERNELS_ASKED, 1, 7, frozenset(), 60.0, 1500)[columns].to_numpy().tolist()))
+    other = set(map(tuple, choices.answers(choices.KERNELS_ASKED, 1, 7, NONE, 60.0, 1500)[columns].to_numpy().tolist()))
     assert len(other & set(map(tuple, first[columns].to_numpy().tolist()))) < 0.1 * len(other)
 
 
 def test_it_stops_in_time(library):
-    assert len(choices.answers(choices.KERNELS_ASKED, 0, 7, frozenset(), 0.0, 1500)) == 0
+    assert len(choices.answers(choices.KERNELS_ASKED, 0, 7, NONE, 0.0, 1500)) == 0
 
 
 def test_a_rule_is_learned_and_judged_on_answers_held_out(library, monkeypatch):
     monkeypatch.setattr(choices, "WIDTH", 48)
     monkeypatch.setattr(choices, "BATCH", 256)
-    rows = choices.answers((KERNEL,), 0, 7, frozenset(), 60.0, 2400)
+    rows = choices.answers((KERNEL,), 0, 7, NONE, 60.0, 3600)
     assert set(rows["kernel"]) == {KERNEL}
     choice, judged = choices.learn(KERNEL, rows, hardware.load("h200"), epochs=12)
     assert judged["rows"] + judged["held_out"] == len(rows) and judged["tile_right"] > 0.95 and judged["all_right"] > 0.93
-    fresh = choices.answers((KERNEL,), 3, 7, frozenset(), 60.0, 900)
+    fresh = choices.answers((KERNEL,), 3, 7, NONE, 60.0, 900)
     told = choice.parts(asked(KERNEL, *(fresh[x].to_numpy(float) for x in ("m", "n", "k", "groups")), hardware.load("h200")))
     right = (told == fresh[list(PARTS)].to_numpy()).all(axis=1).mean()
     assert right == pytest.approx(judged["all_right"], abs=0.04)
@@ -95,7 +101,7 @@ def test_a_rule_is_learned_and_judged_on_answers_held_out(library, monkeypatch):
 
 def test_from_answers_in_a_file_networks_are_written(library, tmp_path, monkeypatch):
     monkeypatch.setattr(choices, "WIDTH", 16)
-    choices.answers(choices.KERNELS_ASKED, 0, 7, frozenset(), 60.0, 4000).to_parquet(tmp_path / "answers.parquet")
+    choices.answers(choices.KERNELS_ASKED, 0, 7, NONE, 60.0, 4000).to_parquet(tmp_path / "answers.parquet")
     arguments = ["--out", str(tmp_path), "--answers", str(tmp_path / "answers.parquet"), "--epochs", "1"]
     assert choices.main(arguments) == 0
     sidecar = json.loads((tmp_path / "choices.json").read_text())
@@ -108,9 +114,34 @@ def test_from_answers_in_a_file_networks_are_written(library, tmp_path, monkeypa
     assert sorted(choice.codes[0]) == [64, 128] and np.isfinite(choice.network.layers[0][0]).all()
 
 
+def test_answers_of_earlier_runs_are_learned_from_and_not_asked_again(library, tmp_path, monkeypatch, capsys):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    files = {name: tmp_path / f"{name}.parquet" for name in ("earlier", "now")}
+    earlier = choices.answers((KERNEL,), 0, 7, NONE, 60.0, 900)
+    earlier.to_parquet(files["earlier"])
+    now = choices.answers((KERNEL,), 0, 7, choices.keys_of(earlier), 60.0, 700)
+    now.to_parquet(files["now"])
+    columns = ["m", "n", "k", "groups"]
+    assert not pd.concat([earlier, now]).duplicated(columns).any()
+    arguments = ["--out", str(tmp_path), "--answers", str(files["now"]), "--earlier", str(files["earlier"]), "--kernels", KERNEL]
+    assert choices.main([*arguments, "--epochs", "0"]) == 0
+    assert not (tmp_path / "choices").exists()
+    assert choices.main([*arguments, "--epochs", "1", "--width", "24"]) == 0
+    judged = json.loads((tmp_path / "choices.json").read_text())["kernels"][KERNEL]
+    assert judged["rows"] + judged["held_out"] == 1600
+    choice = Choice.load(gzip.decompress((tmp_path / "choices" / choice_file(KERNEL)).read_bytes()))
+    assert [weights.shape[1] for weights, _ in choice.network.layers] == [24, 24, 24, sum(map(len, choice.codes))]
+    for wrong in (["--epochs", "0"], ["--earlier", str(tmp_path / "none.parquet")]):
+        with pytest.raises(SystemExit):
+            choices.main(["--out", str(tmp_path), *wrong])
+    assert "none.parquet is not there" in capsys.readouterr().err
+
+
 def test_networks_learn_by_the_specification_given_and_side_by_side_as_one_by_one(library, tmp_path, monkeypatch):
     kernels = (KERNEL, "torch/fp8_block128")
-    choices.answers(kernels, 0, 7, frozenset(), 60.0, 1200).to_parquet(tmp_path / "answers.parquet")
+    choices.answers(kernels, 0, 7, NONE, 60.0, 1200).to_parquet(tmp_path / "answers.parquet")
     shipped = json.loads((data_folder() / "h200" / "hardware.json").read_text())
     smaller = tmp_path / "smaller.json"
     smaller.write_text(json.dumps({**shipped, "name": "smaller", "multiprocessors": 78, "copy_bandwidth_tbs": 2.0}))
