@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from hil import host
+
 CALLS = {
     "triton": r"\.run\(",
     "extern": r"\bextern_kernels\.\w+\(|= torch\.ops\.[\w.]+\(",
@@ -24,7 +26,7 @@ CALLS = {
     "views": r"\breinterpret_tensor\(",
 }
 """What a compiled graph's own Python calls, by how it is written."""
-PACE_TURNS, PACE_CALLS = 20, 200
+PACE_TURNS = 40
 
 
 def written(source: str) -> dict[str, int]:
@@ -58,34 +60,12 @@ def graph_calls() -> Iterator[list[tuple[Any, int, float, float]]]:
         setattr(CompiledFxGraph, "__call__", original)  # noqa: B010
 
 
-def _middle_us(samples: list[float]) -> float:
-    return round(1e6 * statistics.median(samples), 2)
-
-
 def pace() -> dict[str, float]:
-    """How fast this host is: nanoseconds of a call of Python's, microseconds of an allocation on the GPU and of a small `mm`."""
-    left = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
-    out = torch.empty_like(left)
-
-    def nothing(value: int) -> int:
-        return value
-
-    each = {
-        "python": lambda: nothing(1),
-        "allocation": lambda: torch.empty_strided((16, 16), (16, 1), dtype=torch.bfloat16, device="cuda"),
-        "mm": lambda: torch.mm(left, left, out=out),
+    """How fast this host is: microseconds of each of `hil.host.quick`."""
+    return {
+        f"{name}_us": host.middle_us([host.seconds_of(call, host.QUICK_CALLS[name]) for _ in range(PACE_TURNS)])
+        for name, call in host.quick().items()
     }
-    found = {}
-    for name, call in each.items():
-        samples = []
-        for _ in range(PACE_TURNS):
-            torch.cuda.synchronize()
-            begun = time.perf_counter()
-            for _ in range(PACE_CALLS):
-                call()
-            samples.append((time.perf_counter() - begun) / PACE_CALLS)
-        found[f"{name}_us"] = round(1e6 * statistics.median(samples), 4)
-    return found
 
 
 def host_times(step: Callable[[], None], turns: int = 40) -> dict[str, Any]:
@@ -117,16 +97,16 @@ def host_times(step: Callable[[], None], turns: int = 40) -> dict[str, Any]:
         for samples, seconds in zip(spent, inside, strict=False):
             samples.append(seconds)
     for graph, samples in zip(graphs, spent, strict=True):
-        graph["us"] = _middle_us(samples)
+        graph["us"] = host.middle_us(samples)
     tenths = statistics.quantiles(totals, n=10, method="inclusive")
     return {
-        "step_us": _middle_us(totals), "p10_us": round(1e6 * tenths[0], 2), "p90_us": round(1e6 * tenths[8], 2),
-        **{name: _middle_us(samples) for name, samples in parts.items() if samples},
-        "graphs": graphs, "pace": pace(), **_machine(),
+        "step_us": host.middle_us(totals), "p10_us": round(1e6 * tenths[0], 2), "p90_us": round(1e6 * tenths[8], 2),
+        **{name: host.middle_us(samples) for name, samples in parts.items() if samples},
+        "graphs": graphs, "pace": pace(), **machine(),
     }  # fmt: skip
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     """The host, and how busy it is."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

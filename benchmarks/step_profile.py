@@ -67,7 +67,7 @@ def _median_ms(step: Callable[[], None], turns: int) -> float:
     return statistics.median(time_steps({"step": step}, turns)["step"])
 
 
-def _tensors(model: Runnable) -> dict[str, int]:
+def tensors_of(model: Runnable) -> dict[str, int]:
     """Parameters, modules and inputs of a model, which a host looks after in every step."""
     made = model.make()
     return {
@@ -149,7 +149,7 @@ def main() -> int:
         "compiled_in_s": compiled_in,
         "step_ms": _median_ms(step, options.turns),
         "host": host_times(step),
-        "tensors": _tensors(model),
+        "tensors": tensors_of(model),
     }
     if not options.no_profile:
         result |= profiled(step, kernels)

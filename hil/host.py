@@ -1,0 +1,63 @@
+"""How fast a host launches: the step of a small compiled network, which no CUDA graph replays, and what is quicker to time.
+
+The GPU has next to nothing to do in it, so that its time is the host's: guards, compiled graphs, launches, GEMMs' calls,
+allocations, nodes of autograd, gradients kept. Hosts differ in these alike, so that a larger step's time goes with it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+LAYERS, WIDTH, ROWS = 16, 64, 64
+"""Of the reference network: each layer a linear layer, a layer norm and a SiLU."""
+QUICK_CALLS = {"python": 200, "allocation": 100, "mm": 50}
+Step = Callable[[], object]
+
+
+def train(network: torch.nn.Module, called: Callable[[Tensor], Tensor], inputs: Tensor) -> None:
+    """One forward and backward of a network as it is called, its gradients cleared."""
+    called(inputs).float().square().mean().backward()
+    network.zero_grad(set_to_none=True)
+
+
+def reference() -> Step:
+    """The step of the reference network, compiled and ready to run."""
+    layers = [(torch.nn.Linear(WIDTH, WIDTH), torch.nn.LayerNorm(WIDTH), torch.nn.SiLU()) for _ in range(LAYERS)]
+    network = torch.nn.Sequential(*(module for layer in layers for module in layer)).to("cuda", torch.bfloat16)
+    inputs = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, device="cuda")
+    step = partial(train, network, torch.compile(network, dynamic=False), inputs)
+    step()
+    step()
+    torch.cuda.synchronize()
+    return step
+
+
+def seconds_of(call: Step, calls: int = 1) -> float:
+    """Of one call, on the host alone: the GPU is idle when the first begins."""
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - begun) / calls
+
+
+def quick() -> dict[str, Step]:
+    """Calls that tell at once how fast a host is: of Python's, an allocation on the GPU, a small `mm`."""
+    left = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty_like(left)
+    return {
+        "python": lambda: None,
+        "allocation": lambda: torch.empty_strided((16, 16), (16, 1), dtype=torch.bfloat16, device="cuda"),
+        "mm": lambda: torch.mm(left, left, out=out),
+    }
+
+
+def middle_us(samples: list[float]) -> float:
+    """Median of seconds, in microseconds."""
+    return round(1e6 * statistics.median(samples), 4)
