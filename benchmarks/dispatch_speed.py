@@ -27,7 +27,7 @@ from loka_sim.dispatch.operands import Toolbox, parse_libraries
 from loka_sim.modelspec import Dim, ModelSpec, Site, linear_passes
 from loka_sim.sources import distributions
 from perfmodel import load
-from perfmodel.kernels import KERNELS
+from perfmodel.kernels import KERNELS, library_of
 
 BATCH = 2048
 ROLES = ("fmb.project", "fmb.mlp.0", "fmb.mlp.1", "fmb.out", "lcb")
@@ -96,7 +96,7 @@ def measure(
 def predicted(libraries: list[str], rows: int = 100_000) -> tuple[float, float]:
     """Seconds, and CPU seconds, that a DataFrame of so many kernel calls takes; the least of five."""
     perf, generator = load(), np.random.default_rng(0)
-    names = [name for name in perf.manifest["kernels"] if KERNELS[name].kind == "gemm" and name.partition("/")[0] in libraries]
+    names = [name for name in perf.manifest["kernels"] if KERNELS[name].kind == "gemm" and library_of(name) in libraries]
     sizes = {size: 128 * generator.integers(1, most, rows) for size, most in (("m", 400), ("n", 60), ("k", 60))}
     frame = pd.DataFrame({"kernel": generator.choice(names, rows), **sizes})
     perf.predict(frame.head(1000))

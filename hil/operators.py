@@ -17,7 +17,7 @@ import torch
 from torch import library as torch_library
 
 from hil.kernels.base import E4M3
-from perfmodel.kernels import KERNELS
+from perfmodel.kernels import KERNELS, library_of
 
 Matrix = torch.Tensor
 
@@ -95,7 +95,7 @@ def both(x: Matrix, kernel: str) -> tuple[tuple[Matrix, Matrix], tuple[Matrix, M
 
 
 def _product(a: Matrix, b: Matrix, scale_a: Matrix, scale_b: Matrix, kernel: str) -> Matrix:
-    library, fast = kernel.partition("/")[0], kernel.endswith("_fast")
+    library, fast = library_of(kernel), kernel.endswith("_fast")
     if library == "fbgemm":
         from hil.kernels import fbgemm
 

@@ -24,7 +24,7 @@ from loka_sim.ceilings import hardware_of
 from loka_sim.errors import DataError, UserError
 from loka_sim.files import write_text_atomic
 from loka_sim.validation import measuring, require_gpu
-from perfmodel.kernels import KERNELS
+from perfmodel.kernels import KERNELS, library_of
 
 if TYPE_CHECKING:
     import pandas
@@ -177,7 +177,7 @@ def measure(timings: Path, shares: Shares, left: Callable[[float], float], besid
     """
     from hil.kernels.availability import available_kernels
 
-    others = sorted({name.partition("/")[0] for name in KERNELS} - {"torch"})
+    others = sorted({library_of(name) for name in KERNELS} - {"torch"})
     gemms = [name for name in available_kernels() if "gemm" in KERNELS[name].kind]
     with measuring.Sweeps(timings) as sweeps:
         _say(f"torch's kernels, at most {left(shares.sweeps):.0f} s ...")

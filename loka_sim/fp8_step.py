@@ -21,7 +21,7 @@ from loka_sim.loops import Lowered
 from loka_sim.modelspec import Dim, Fused, ModelSpec
 from loka_sim.quantized_loops import FP32, FP64, ROUNDED, Assigned, Taken, quantized
 from loka_sim.whole_step import Other, by_kind, of_step
-from perfmodel.kernels import KERNELS
+from perfmodel.kernels import KERNELS, library_of
 
 if TYPE_CHECKING:
     from perfmodel.hardware import HardwareSpec
@@ -68,7 +68,7 @@ def taken(shape: SiteShape, assignment: Assignment, makers: Makers, runner: str 
     for name, kernel in assignment.items():
         spec = KERNELS[kernel]
         for (tensor, turned), takes in zip(shape.reads(name), (spec.takes_a, spec.takes_b), strict=True):
-            if takes is not None and KERNELS[makers[name][tensor]].library == "torch":
+            if takes is not None and library_of(makers[name][tensor]) == "torch":
                 after = runner != RUNTIME and kernel in RUN_AS
                 found.setdefault(name, {})[tensor] = Taken(takes, turned, *shape.tensor(tensor), after, SCALES[runner])
     return found

@@ -12,7 +12,7 @@ from loka_sim.dispatch.operands import DEFAULT_LIBRARIES
 from loka_sim.dispatch.steps import torch_makes
 from loka_sim.step_document import in_words
 from loka_sim.whole_step import by_kind, called
-from perfmodel.kernels import KERNELS
+from perfmodel.kernels import KERNELS, LIBRARIES, library_of
 
 if TYPE_CHECKING:
     from loka_sim.whatif import WhatIf
@@ -83,8 +83,9 @@ def _libraries(answer: WhatIf) -> Iterable[Statement]:
     """What there was to choose from, where that is not torch alone, and what of it has no time."""
     asked, toolbox = answer.settings.libraries, answer.toolbox
     known = {*toolbox.gemms, *toolbox.quantizers}
+    timed = set(map(library_of, known))
     for library in asked:
-        if not any(KERNELS[kernel].library == library for kernel in known):
+        if library not in timed:
             mend = "measure them with `loka-sim collect --gpu`"
             yield (
                 "warning",
@@ -93,13 +94,12 @@ def _libraries(answer: WhatIf) -> Iterable[Statement]:
     if asked == DEFAULT_LIBRARIES:
         return
     untimed = []
-    for library in {KERNELS[kernel].library: None for kernel in KERNELS if KERNELS[kernel].library in asked}:
-        if any(KERNELS[kernel].library == library for kernel in known):
-            specs = [spec for spec in KERNELS.values() if spec.library == library]
-            untimed += [spec.name for spec in specs if spec.is_fp8 and spec.kind == "gemm" and spec.name not in known]
-            quantizers = [spec.name for spec in specs if spec.makes]
-            missing = [name for name in quantizers if name not in known]
-            untimed += [f"every quantizer of {library}"] if missing and missing == quantizers else missing
+    for library in (library for library in LIBRARIES if library in asked and library in timed):
+        specs = [spec for name, spec in KERNELS.items() if library_of(name) == library]
+        untimed += [spec.name for spec in specs if spec.is_fp8 and spec.kind == "gemm" and spec.name not in known]
+        quantizers = [spec.name for spec in specs if spec.makes]
+        missing = [name for name in quantizers if name not in known]
+        untimed += [f"every quantizer of {library}"] if missing and missing == quantizers else missing
     if untimed:
         yield "note", f"Not considered, the time model does not know them: {', '.join(untimed)}."
     makers = Counter(row.kernel for site in answer.sites for entry in site.passes.values() for row in entry.rows[1:])
@@ -108,9 +108,7 @@ def _libraries(answer: WhatIf) -> Iterable[Statement]:
             f"{count} x {kernel}" for kernel, count in sorted(makers.items(), key=lambda pair: (-pair[1], pair[0]))
         )
         yield "note", f"Quantization and transposition in a step: {listed}."
-    beyond = sorted(
-        {KERNELS[k].library for k in (*makers, *(p.kernel for s in answer.sites for p in s.passes.values()))} - {"torch"}
-    )
+    beyond = sorted({library_of(k) for k in (*makers, *(p.kernel for s in answer.sites for p in s.passes.values()))} - {"torch"})
     if beyond:
         step = next((step for step in answer.steps if step.name == "torchao"), None)
         instead = "" if step is None else f": its step is {step.total.us:,.0f} us instead of {answer.decision.total.us:,.0f} us"

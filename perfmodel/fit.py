@@ -42,7 +42,7 @@ from perfmodel.held_out import (
     repeat_difference,
 )
 from perfmodel.judge import SHAPE
-from perfmodel.kernels import GEMM_KERNELS, KERNELS
+from perfmodel.kernels import GEMM_KERNELS, KERNELS, library_of
 from perfmodel.learn import Learned, learn_first, measured_range, predict, train
 from perfmodel.measured import LEAST_US, read_choices, read_launches, read_timings
 from perfmodel.model import choice_file, model_file, network_file, size_class
@@ -65,7 +65,7 @@ NEVER_SEEN = {
     "blind_memory": "held_out_blind_memory",
     "blind_memory2": "held_out_blind_memory2",
 }
-TORCH_GEMMS = tuple(name for name in GEMM_KERNELS if KERNELS[name].library == "torch")
+TORCH_GEMMS = tuple(name for name in GEMM_KERNELS if library_of(name) == "torch")
 HELD_OUT_SWEEPS = (*NEVER_SEEN, "repeat")
 # A kernel with fewer rows is left out.
 LEAST_ROWS_FIT = 60

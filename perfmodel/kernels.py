@@ -53,11 +53,6 @@ class KernelSpec:
     module: str | None = None
 
     @property
-    def library(self) -> str:
-        """The part of the name before the slash."""
-        return self.name.partition("/")[0]
-
-    @property
     def is_fp8(self) -> bool:
         """Whether the operands are FP8."""
         return self.recipe_a is not None and self.recipe_a != "bf16"
@@ -74,6 +69,11 @@ class KernelSpec:
         if self.most_groups is not None and groups > self.most_groups:
             return f"{groups} groups are more than {self.most_groups}"
         return None
+
+
+def library_of(kernel: str) -> str:
+    """Whose a kernel is: the part of its name before the slash."""
+    return kernel.partition("/")[0]
 
 
 BY_ROWS = "block1x128"
@@ -203,4 +203,4 @@ KERNELS: dict[str, KernelSpec] = {
 
 GEMM_KERNELS = tuple(name for name, spec in KERNELS.items() if spec.kind == "gemm")
 
-LIBRARIES = tuple(dict.fromkeys(spec.library for spec in KERNELS.values()))
+LIBRARIES = tuple(dict.fromkeys(map(library_of, KERNELS)))

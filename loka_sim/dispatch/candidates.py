@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from loka_sim.dispatch.operands import TORCH, TRANSPOSE, Launch, Row, Toolbox, Way, least
 from loka_sim.modelspec import PASSES, Site
-from perfmodel.kernels import KERNELS
+from perfmodel.kernels import KERNELS, library_of
 
 BF16 = "torch/bf16"
 BF16_BATCHED = "torch/bf16_batched"
@@ -159,7 +159,7 @@ def _unmade(takes: str, turned: bool, height: int, width: int, toolbox: Toolbox)
         spec = KERNELS[quantizer]
         if spec.makes == takes and spec.readings == (turned,):
             return f"{quantizer}: {spec.illegal(height, 1, width, toolbox.capability)}"
-    libraries = ", ".join(dict.fromkeys(name.partition("/")[0] for name in toolbox.quantizers)) or "these libraries"
+    libraries = ", ".join(dict.fromkeys(library_of(name) for name in toolbox.quantizers)) or "these libraries"
     return f"no quantizer of {libraries} makes {takes}{' of the transposed tensor' if turned else ''}"
 
 

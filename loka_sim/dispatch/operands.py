@@ -13,14 +13,12 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 from loka_sim.errors import UserError
-from perfmodel.kernels import KERNELS, SQUARE
+from perfmodel.kernels import KERNELS, SQUARE, library_of
 
 TRANSPOSE = "torch/transpose_e4m3"
 
 LIBRARIES = tuple(
-    dict.fromkeys(
-        name.partition("/")[0] for name, s in KERNELS.items() if (s.is_fp8 and "gemm" in s.kind) or s.kind == "quantize"
-    )
+    dict.fromkeys(library_of(name) for name, s in KERNELS.items() if (s.is_fp8 and "gemm" in s.kind) or s.kind == "quantize")
 )
 """Libraries that a decision may take kernels from. Whole layers (`linear`) are none of its choices."""
 
@@ -110,7 +108,7 @@ class Toolbox:
     @classmethod
     def of(cls, libraries: Sequence[str], known: Container[str] | None = None, capability: tuple[int, int] = (9, 0)) -> Toolbox:
         """The kernels of some libraries, those alone that are `known` (have a time) where that is said."""
-        specs = [s for name, s in KERNELS.items() if name.partition("/")[0] in libraries and (known is None or name in known)]
+        specs = [s for name, s in KERNELS.items() if library_of(name) in libraries and (known is None or name in known)]
         return cls(
             tuple(s.name for s in specs if s.is_fp8 and s.kind in ("gemm", "batched_gemm")),
             tuple(s.name for s in specs if s.makes is not None),

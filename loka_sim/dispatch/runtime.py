@@ -27,7 +27,7 @@ from loka_sim.dispatch.table import load
 from loka_sim.dispatch.torchao_plan import convertible, module_of
 from loka_sim.errors import DataError
 from loka_sim.modelspec import PASSES
-from perfmodel.kernels import KERNELS
+from perfmodel.kernels import KERNELS, library_of
 
 BF16 = "torch/bf16"
 Quantized = tuple[torch.Tensor, torch.Tensor]
@@ -50,7 +50,7 @@ def libraries(table: dict[str, Any]) -> set[str]:
     """Whose kernels a dispatch table names, quantizers included."""
     passes = [decided for site in table["sites"] for decided in site["passes"].values()]
     names = {decided["kernel"] for decided in passes} | {k for decided in passes for k in decided.get("quantizers", {}).values()}
-    return {KERNELS[name].library for name in names}
+    return {library_of(name) for name in names}
 
 
 def convert(model: nn.Module, table: dict[str, Any] | Path | str) -> nn.Module:

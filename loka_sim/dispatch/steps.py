@@ -11,7 +11,7 @@ from loka_sim.dispatch.candidates import Row, SiteShape, launches
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.decide import Accuracies, flat
 from loka_sim.dispatch.operands import TORCH, Toolbox
-from perfmodel.kernels import KERNELS
+from perfmodel.kernels import KERNELS, library_of
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Step:
 
 def torch_makes(row: Row) -> bool:
     """Whether a launch is a quantizer or transposition of torch's, which torch.compile fuses."""
-    return KERNELS[row.kernel].library == "torch" and KERNELS[row.kernel].kind in ("quantize", "layout")
+    return library_of(row.kernel) == "torch" and KERNELS[row.kernel].kind in ("quantize", "layout")
 
 
 RECIPE, EXPORT, RUNTIME = "recipe", "export", "runtime"

@@ -10,16 +10,15 @@ def libraries() -> list[dict[str, Any]]:
     import torch
 
     from hil.kernels.availability import availability
-    from perfmodel.kernels import KERNELS, LIBRARIES
+    from perfmodel.kernels import KERNELS, LIBRARIES, library_of
 
     result = []
     for library in LIBRARIES:
-        spec = next(spec for spec in KERNELS.values() if spec.library == library)
-        if spec.requires is None:
+        specs = [spec for name, spec in KERNELS.items() if library_of(name) == library]
+        if specs[0].requires is None:
             version = torch.__version__ if library == "torch" else None
             result.append({"library": library, "version": version, "available": True, "reason": ""})
             continue
-        spec = next(spec for spec in KERNELS.values() if spec.library == library and spec.requires)
-        found = availability(spec)
+        found = availability(specs[0])
         result.append({"library": library, "version": found.version, "available": found.available, "reason": found.reason or ""})
     return result

@@ -21,7 +21,7 @@ from loka_sim.validation.budget import WRITING_S, Budget
 from loka_sim.validation.document import Findings, finish
 from loka_sim.validation.measuring import read_json
 from loka_sim.validation.request import Request
-from perfmodel.kernels import KERNELS
+from perfmodel.kernels import library_of
 
 if TYPE_CHECKING:
     from loka_sim.validation.runnable import Runnable
@@ -281,7 +281,7 @@ class Validation:
         import perfmodel
 
         wanted = {"torch", *self.request.libraries}
-        return [k for k in perfmodel.load(self.request.hardware).manifest["kernels"] if KERNELS[k].library in wanted]
+        return [k for k in perfmodel.load(self.request.hardware).manifest["kernels"] if library_of(k) in wanted]
 
     def _refined_answer(self) -> WhatIf:
         """Decide with the time model as refined so far."""

@@ -9,11 +9,10 @@ from hil.kernels import RUNNERS
 from hil.kernels.base import Shape
 from hil.timing import BufferPool, capture, time_interleaved
 from perfmodel import GEMM_KERNELS, KERNELS
+from perfmodel.kernels import library_of
 
 # Our own and other libraries' kernels, grouped ones and whole layers have tests of their own.
-OF_TORCH = [
-    name for name in RUNNERS if KERNELS[name].library == "torch" and "grouped" not in name and KERNELS[name].kind != "linear"
-]
+OF_TORCH = [name for name in RUNNERS if library_of(name) == "torch" and "grouped" not in name and KERNELS[name].kind != "linear"]
 
 
 @pytest.fixture(scope="module")
