@@ -240,6 +240,7 @@ def _trust(document: Record) -> Record:
                 for wanted in (True, False)
             ],
             "worst": max([*errors.values(), 1e-9]),
+            "longest": max(map(len, errors), default=0),
             "command": held_out["command"],
         },
         "warnings": [entry["text"] for entry in document["statements"] if entry["level"] == "warning"],
