@@ -4,8 +4,8 @@
 
 Each is MODEL:BATCH:VARIANT as `benchmarks/step_profile.py` takes them, compiled in a process of its own, all side by side. Then
 the processes have the machine in turn, round after round. In a visit alternate: the step with the GPU idle when it begins (and
-the parts of it, see `benchmarks/host_times.py`), three steps one after the other, the step of a reference network, and quick
-calls (`hil/host.py`). A step that is not compiled in time is left out.
+the parts of it, see `benchmarks/host_times.py`), three steps one after the other, the step of a reference network, compiled
+and eager, and quick calls (`hil/host.py`). A step that is not compiled in time is left out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def compile_step(text: str, folder: Path) -> None:
     model = runnable(name, int(batch), ())
     assert model is not None, "a zoo model or a function"
     step = step_of(model, converter(variant, None))
-    reference = host.reference()
+    references = {"reference": host.reference(), "eager": host.reference(compiled=False)}
     with graph_calls() as calls:
         step()
     launches = kernel_launches(step, 2, 1)
@@ -53,7 +53,7 @@ def compile_step(text: str, folder: Path) -> None:
     }  # fmt: skip
     # The network that all hosts are compared by, counted once.
     with graph_calls() as calls:
-        reference()
+        references["reference"]()
     result["reference"] = [{**written(graph.source_code or ""), "inputs": number} for graph, number, _, _ in calls]
     quick, ready, go = host.quick(), folder / "ready", folder / "go"
     ready.touch()
@@ -62,14 +62,14 @@ def compile_step(text: str, folder: Path) -> None:
             if (folder / "stop").exists():
                 return
             time.sleep(0.005)
-        result["visits"].append(visit(step, reference, quick, float(go.read_text())))
+        result["visits"].append(visit(step, references, quick, float(go.read_text())))
         beside = folder / "beside.json"
         beside.write_text(json.dumps(result))
         beside.replace(folder / "result.json")
         go.unlink()
 
 
-def visit(step: Any, reference: Any, quick: dict[str, Any], seconds: float) -> dict[str, Any]:
+def visit(step: Any, references: dict[str, Any], quick: dict[str, Any], seconds: float) -> dict[str, Any]:
     """One process's turn of so many seconds: p10, p50 and p90 in microseconds of what is timed."""
     import torch
 
@@ -78,7 +78,8 @@ def visit(step: Any, reference: Any, quick: dict[str, Any], seconds: float) -> d
 
     for _ in range(3):
         step()
-        reference()
+        for reference in references.values():
+            reference()
     samples: dict[str, list[float]] = {}
 
     def add(name: str, taken: float) -> None:
@@ -102,8 +103,9 @@ def visit(step: Any, reference: Any, quick: dict[str, Any], seconds: float) -> d
             step()
         torch.cuda.synchronize()
         add("step", (time.perf_counter() - first) / STEPS_IN_A_ROW)
-        reference()
-        add("reference", host.seconds_of(reference))
+        for name, reference in references.items():
+            reference()
+            add(name, host.seconds_of(reference))
         for name, call in quick.items():
             add(name, host.seconds_of(call, host.QUICK_CALLS[name]))
     found: dict[str, Any] = {"at": round(time.time(), 1), "turns": len(samples["host"])}

@@ -26,12 +26,12 @@ def train(network: torch.nn.Module, called: Callable[[Tensor], Tensor], inputs: 
     network.zero_grad(set_to_none=True)
 
 
-def reference() -> Step:
-    """The step of the reference network, compiled and ready to run."""
+def reference(compiled: bool = True) -> Step:
+    """The step of the reference network, ready to run: compiled, or as torch runs it."""
     layers = [(torch.nn.Linear(WIDTH, WIDTH), torch.nn.LayerNorm(WIDTH), torch.nn.SiLU()) for _ in range(LAYERS)]
     network = torch.nn.Sequential(*(module for layer in layers for module in layer)).to("cuda", torch.bfloat16)
     inputs = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, device="cuda")
-    step = partial(train, network, torch.compile(network, dynamic=False), inputs)
+    step = partial(train, network, torch.compile(network, dynamic=False) if compiled else network, inputs)
     step()
     step()
     torch.cuda.synchronize()
