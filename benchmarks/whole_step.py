@@ -29,9 +29,10 @@ from loka_sim.dispatch.candidates import operand_makers
 from loka_sim.dispatch.cost import Time
 from loka_sim.dispatch.steps import RECIPE, whole
 from loka_sim.fp8_step import converted
+from loka_sim.host_time import called
 from loka_sim.validation.runnable import TABLE_ROWS
 from loka_sim.whatif import WhatIf, whatif
-from loka_sim.whole_step import TABLE_LAUNCHES, by_kind, called, log_loss, others, table_gradient
+from loka_sim.whole_step import TABLE_LAUNCHES, by_kind, log_loss, others, table_gradient
 from perfmodel import fused
 from perfmodel.data_folder import data_folder
 

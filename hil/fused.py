@@ -34,6 +34,7 @@ from hil.compiled import by_iteration, kernel_launches, kernel_times, recorded
 from hil.files import write_atomic
 from hil.fingerprint import fingerprint, has_gpu
 from hil.fused_families import Case, families, power_law, uniform
+from hil.host import train
 from hil.quantized_families import quantized_families
 
 ITERATIONS = 8
@@ -190,14 +191,9 @@ def _step_cases() -> Iterator[EagerCase]:
             inputs = _random_rows(64, 64)
             facts = {"layers": layers, "norm": norm, "gemms": 3 * layers - 1}
             for operation, called in (("step_eager", network), ("step_compiled", torch.compile(network, dynamic=False))):
-                run = partial(_train, network, called, inputs)
+                run = partial(train, network, called, inputs)
                 run()
                 yield operation, facts, run
-
-
-def _train(network: torch.nn.Module, called: Callable[[Tensor], Tensor], inputs: Tensor) -> None:
-    called(inputs).float().square().mean().backward()
-    network.zero_grad(set_to_none=True)
 
 
 def _random_rows(*size: int) -> Tensor:

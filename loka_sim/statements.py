@@ -10,8 +10,9 @@ from loka_sim.dispatch.candidates import launches
 from loka_sim.dispatch.decide import flat
 from loka_sim.dispatch.operands import DEFAULT_LIBRARIES
 from loka_sim.dispatch.steps import torch_makes
+from loka_sim.host_time import called
 from loka_sim.step_document import in_words
-from loka_sim.whole_step import by_kind, called
+from loka_sim.whole_step import by_kind
 from perfmodel.kernels import KERNELS, LIBRARIES, library_of
 
 if TYPE_CHECKING:

@@ -32,14 +32,6 @@ if TYPE_CHECKING:
     from perfmodel.in_step import InStep
     from perfmodel.model import PerfModel
 
-# A compiled forward and backward without a CUDA graph, on an H200's host: what one takes, and each kernel that it launches.
-# A line through four networks of 48 to 232 launches (`python -m hil.fused eager`, step_compiled in data/h200/eager_ops.json).
-STEP_CALL_US, CALL_US = 1355.0, 19.6
-# Of 41 steps of sixteen models on eight such hosts, 90% took between these times as long as that line; one and the same step took
-# 4.1 and 5.0 ms, 6.0 and 9.0, 10 and 27 on different days: what else a host does tells more than what it launches.
-CALLED_LOW, CALLED_HIGH = 0.90, 1.55
-
-
 GAP, UNEVEN = "gap", "uneven"
 # torch's own kernel that adds at indices, behind one that copies what it adds to: microseconds a million values
 # (the interaction of two InterFormers, 0.3 to 4.1 million values: 4.3 to 36 us).
@@ -58,7 +50,7 @@ class Other:
         count: Their number.
         time: Of all of them together.
         measured: Learned from measured kernels of the kind; else from the bandwidth alone.
-        launches: GPU kernels that all of them are (`launched`); None for one each.
+        launches: GPU kernels that all of them are (`launched`), 0 of what others take longer; None for one each.
     """
 
     phase: str
@@ -208,7 +200,7 @@ def conflicts(tables: Iterable[Table], batch: int) -> list[Other]:
     """What gradients lose that meet in the same rows of small tables, ids spread evenly over the rows."""
     us = sum(CONFLICT_US * table.lookups * batch / table.rows for table in tables)
     label = "adds to the same rows of tables"
-    return [Other(BACKWARD, "scatter", label, 0, 1, Time(us, 0.5 * us, 2.0 * us), True)] if us > 1 else []
+    return [Other(BACKWARD, "scatter", label, 0, 1, Time(us, 0.5 * us, 2.0 * us), True, 0)] if us > 1 else []
 
 
 def by_kind(found: Iterable[Other], phases: Sequence[str] = (FORWARD, BACKWARD)) -> dict[str, Time]:
@@ -332,7 +324,7 @@ def gaps(kernels: Iterable[Fused], spec: ModelSpec, model: InStep | None) -> lis
         count += launched([kernel for kernel in every if kernel.phase == phase], spec.batch)
         us = count * model.gap_us + batched_products(spec, passes) * model.batched_gap_us
         if us:
-            found.append(Other(phase, GAP, "between kernels of a CUDA graph", 0, 1, Time(us, 0.5 * us, 1.5 * us), True))
+            found.append(Other(phase, GAP, "between kernels of a CUDA graph", 0, 1, Time(us, 0.5 * us, 1.5 * us), True, 0))
     return found
 
 
@@ -363,7 +355,7 @@ def uneven_gradients(spec: ModelSpec, hardware: HardwareSpec, model: FusedModel,
     inside = [between.gemms(np.zeros(len(sizes)), us) * us for us in (across, alone)]
     us = float(np.maximum(inside[0] - inside[1], 0.0).sum())
     label = "weight gradients of features that lie unevenly"
-    return [Other(BACKWARD, UNEVEN, label, 0, 1, Time(us, 0.3 * us, 2.0 * us), True)] if us > 1 else []
+    return [Other(BACKWARD, UNEVEN, label, 0, 1, Time(us, 0.3 * us, 2.0 * us), True, 0)] if us > 1 else []
 
 
 def of_step(
@@ -393,11 +385,3 @@ def of_step(
     found = [*others(every, spec.batch, model), *(conflicts(spec.tables, spec.batch) if adds else [])]
     found += gaps(step, spec, model.in_step) + uneven_gradients(spec, hardware, model, timing)
     return (*found, *optimizer_step(dense_tensors(spec), optimizer, hardware))
-
-
-def called(found: Iterable[Other], gemms: int) -> Time:
-    """What a host takes to launch a step's forward and backward kernel by kernel, without a CUDA graph."""
-    beside = [other for other in found if other.phase in (FORWARD, BACKWARD) and other.kind not in (GAP, UNEVEN)]
-    number = sum(other.count if other.launches is None else other.launches for other in beside)
-    us = STEP_CALL_US + CALL_US * (gemms + number)
-    return Time(us, CALLED_LOW * us, CALLED_HIGH * us)

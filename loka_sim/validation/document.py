@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import loka_sim
 from loka_sim.dispatch.cost import Time
 from loka_sim.files import write_text_atomic
+from loka_sim.host_time import called
 from loka_sim.validation.request import Request
 from loka_sim.validation.runnable import TABLE_ROWS
-from loka_sim.whole_step import TABLE_LAUNCHES, called, log_loss, others, table_gradient
+from loka_sim.whole_step import TABLE_LAUNCHES, log_loss, others, table_gradient
 
 if TYPE_CHECKING:
     import pandas

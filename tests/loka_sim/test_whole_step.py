@@ -20,12 +20,9 @@ from loka_sim.modelspec import Dim, Fused, Gemm, Table, load
 from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE
 from loka_sim.whatif import whatif
 from loka_sim.whole_step import (
-    CALL_US,
     CONFLICT_US,
-    STEP_CALL_US,
     as_run_by,
     by_kind,
-    called,
     conflicts,
     dense_tensors,
     launched,
@@ -308,13 +305,3 @@ def test_uneven_weight_gradients_are_those_of_the_calibration(tmp_path):
     shipped = [other.time.us for other in of_step(answer.spec, H200) if other.kind == "uneven"]
     assert of_bf16 == of_fp8 == pytest.approx([expected]) and expected > 1
     assert shipped and abs(expected / shipped[0] - 1) > 0.05
-
-
-def test_the_host_launches_every_stage_and_nothing_for_what_is_no_kernel():
-    sums = others(
-        [Fused(BACKWARD, "column", "sum", Dim(16), Dim(24576), Dim(786432), Dim(64), Dim(0), count=2)], 512, fused.load()
-    )
-    adds = conflicts([Table("small", 10, 64, lookups=2.0)], 4096)
-    gap = [replace(sums[0], kind="gap", count=1, launches=None)]
-    assert called([*sums, *gap], 10).us == pytest.approx(STEP_CALL_US + CALL_US * (10 + 2 * 3))
-    assert called([*sums, *adds], 10).us == pytest.approx(STEP_CALL_US + CALL_US * (10 + 2 * 3 + 1))
