@@ -16,6 +16,7 @@ from torch import Tensor
 
 LAYERS, WIDTH, ROWS = 16, 64, 64
 """Of the reference network: each layer a linear layer, a layer norm and a SiLU."""
+LEAST_STEPS = 20
 QUICK_CALLS = {"python": 200, "allocation": 100, "mm": 50}
 Step = Callable[[], object]
 
@@ -61,3 +62,16 @@ def quick() -> dict[str, Step]:
 def middle_us(samples: list[float]) -> float:
     """Median of seconds, in microseconds."""
     return round(1e6 * statistics.median(samples), 4)
+
+
+def step_us(seconds: float = 0.5) -> float:
+    """Microseconds of the host for a step of the reference network, as torch runs it: nothing is compiled.
+
+    Args:
+        seconds: How long to repeat it.
+    """
+    step, samples = reference(compiled=False), list[float]()
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until or len(samples) < LEAST_STEPS:
+        samples.append(seconds_of(step))
+    return middle_us(samples)
