@@ -19,6 +19,8 @@ from loka_sim.errors import UserError, expected_of_lower_floors
 from loka_sim.modelspec import ModelSpec
 
 SUFFIXES = (".json", ".yaml", ".yml")
+WITH_MODS = "+mods"
+"""Ends the names of zoo models that were captured with all Mods, as it does those of their statistics."""
 
 
 def resolve_model(text: str) -> ModelSpec:
@@ -61,7 +63,19 @@ def zoo_names() -> dict[str, Path]:
 
     with expected_of_lower_floors():
         folder = data_folder() / "specs"
-    return {path.stem: path for path in sorted(folder.glob("*.json"))}
+    return {path.stem: path for path in sorted(folder.glob("*.json")) if not path.stem.endswith(WITH_MODS)}
+
+
+def zoo_with_mods(text: str) -> ModelSpec | None:
+    """The zoo model that `text` names with all Mods, as captured; None where it names none.
+
+    Raises:
+        DataError: the package's data are missing or damaged.
+    """
+    names = zoo_names()
+    found = next((names[name] for name in (text, f"{text}-production") if name in names), None)
+    path = None if found is None else found.with_name(f"{found.stem}{WITH_MODS}.json")
+    return None if path is None else modelspec.load(path, shipped=True)
 
 
 @contextlib.contextmanager

@@ -50,18 +50,20 @@ class Distributions:
 def model_spec(model: str | ModelSpec, mods: str | Sequence[str]) -> tuple[ModelSpec, tuple[str, ...]]:
     """The model with its mods applied, and the mods' names in the order of `MODS`.
 
+    A zoo model with all of them was captured with them: what its step holds beside the GEMMs is known, too.
+
     Raises:
         UserError: no such model or mod.
     """
-    from loka_sim.mods import apply_to_spec, parse_mods
+    from loka_sim.mods import MODS, apply_to_spec, parse_mods
 
     names = parse_mods(mods)
     if isinstance(model, ModelSpec):
         spec = model
     else:
-        from loka_sim.resolve import resolve_model
+        from loka_sim.resolve import resolve_model, zoo_with_mods
 
-        spec = resolve_model(model)
+        spec = (zoo_with_mods(model) if names == MODS else None) or resolve_model(model)
     return apply_to_spec(spec, names), names
 
 

@@ -43,23 +43,38 @@ def prediction_site(spec: ModelSpec) -> str | None:
     return next((site.name for site in reversed(spec.sites) if site.weight is not None), None)
 
 
-def _apply_to_site(site: Site, mods: tuple[str, ...], last: str | None) -> tuple[Site, int]:
-    """The site under Mods, and how many parameters it lost."""
-    lost = 0
-    if "no_bias" in mods and site.bias and site.name != last:
-        site, lost = replace(site, bias=False), site.passes["output"].n.const
+def _module(name: str) -> str:
+    """The module of a site: every call of it has the same bias."""
+    return name.partition("#")[0]
+
+
+def _apply_to_site(site: Site, mods: tuple[str, ...], last: str) -> Site:
+    """The site under Mods; `last` is the prediction layer's module."""
+    if "no_bias" in mods and site.bias and _module(site.name) != last:
+        site = replace(site, bias=False)
     if "blocknorm" in mods and site.norm in _REPLACED_NORMS:
         site = replace(site, norm="blocknorm")
     if "hardswish" in mods and site.activation == "silu":
         site = replace(site, activation="hardswish")
-    return site, lost
+    return site
+
+
+def _lost(before: Iterable[Site], after: Iterable[Site]) -> int:
+    """Trainable biases, in elements, that sites lost: one of a module, however often it is called; a frozen one is none."""
+    found = {
+        _module(old.name): old.passes["output"].n.const
+        for old, new in zip(before, after, strict=True)
+        if old.bias and not new.bias and "grad_weight" in old.passes
+    }
+    return sum(found.values())
 
 
 def apply_to_spec(spec: ModelSpec, mods: str | Iterable[str]) -> ModelSpec:
     """The model under Mods: the same GEMMs, other biases, norms and activations.
 
     `dense_parameters` loses the biases. The parameters of the norms stay counted, since a specification does not say
-    how many they are (less than 1% of any zoo model's).
+    how many they are (less than 1% of any zoo model's). The kernels beside the GEMMs were captured of the model as it was:
+    where a Mod changes a site they are left out, and `untraced` says so.
 
     Raises:
         UserError: a Mod's name is unknown.
@@ -67,8 +82,11 @@ def apply_to_spec(spec: ModelSpec, mods: str | Iterable[str]) -> ModelSpec:
     names = parse_mods(mods)
     if not names:
         return spec
-    last = prediction_site(spec)
-    changed = [_apply_to_site(site, names, last) for site in spec.sites]
-    sites = tuple(site for site, _ in changed)
-    parameters = max(spec.dense_parameters - sum(lost for _, lost in changed), 0)
-    return replace(spec, sites=sites, dense_parameters=parameters)
+    last = _module(prediction_site(spec) or "")
+    sites = tuple(_apply_to_site(site, names, last) for site in spec.sites)
+    if sites == spec.sites:
+        return spec
+    changed = replace(spec, sites=sites, dense_parameters=max(spec.dense_parameters - _lost(spec.sites, sites), 0))
+    if not spec.fused:
+        return changed
+    return replace(changed, fused=(), loops=(), untraced=f"they were captured without the Mods {', '.join(names)}")

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from loka_sim import zoo
 from loka_sim.capture import capture
 from loka_sim.errors import UserError
 from loka_sim.mods import MODS, apply_to_spec, parse_mods, prediction_site
+from loka_sim.statements import statements
+from loka_sim.whatif import whatif
 
 pytestmark = pytest.mark.usefixtures("gemms_alone")
 
@@ -41,6 +46,38 @@ def test_the_prediction_layer_keeps_its_bias(specs):
     spec = specs("wukong-small")
     assert prediction_site(spec) == "predict"
     assert [site.name for site in apply_to_spec(spec, "no_bias").sites if site.bias] == ["predict"]
+
+
+class Loop(nn.Module):
+    """One layer called three times, a frozen one, and a prediction layer called twice."""
+
+    def __init__(self, bias=True):
+        super().__init__()
+        self.again, self.norm, self.head = nn.Linear(32, 32, bias=bias), nn.LayerNorm(32), nn.Linear(32, 16)
+        self.frozen = nn.Linear(32, 32, bias=bias).requires_grad_(False)
+
+    def forward(self, x):
+        x = self.frozen(x)
+        for _ in range(3):
+            x = F.silu(self.norm(self.again(x)))
+        return self.head(x) + self.head(2 * x)
+
+
+def test_a_layer_that_is_called_more_than_once_has_one_bias():
+    plain, without = (capture(Loop(bias), torch.randn(8, 32)) for bias in (True, False))
+    changed = apply_to_spec(plain, "no_bias")
+    assert changed.sites == without.sites
+    assert changed.dense_parameters == without.dense_parameters == plain.dense_parameters - 32
+
+
+def test_the_whole_step_is_of_the_model_that_was_asked_for():
+    """As captured with all Mods; not predicted with some of them, of which no capture tells what the step holds."""
+    plain, some, every = (whatif("dcnv2-small", mods=mods) for mods in ("", "no_bias", "all"))
+    assert plain.decision.whole.us != every.decision.whole.us
+    assert every.steps[0].whole.us < plain.steps[0].whole.us  # without its biases the step has fewer kernels
+    assert some.decision.whole is None
+    assert "(they were captured without the Mods no_bias)" in " ".join(text for _, text in statements(some))
+    assert whatif("dcnv2-small", mods="blocknorm").decision.whole is not None  # which has no norm
 
 
 def test_no_mods_change_nothing(specs):

@@ -6,7 +6,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from loka_sim import modelspec
 from loka_sim.errors import UserError
 from loka_sim.modelspec import PASSES
-from loka_sim.resolve import resolve_model, zoo_names
+from loka_sim.mods import apply_to_spec
+from loka_sim.resolve import resolve_model, zoo_names, zoo_with_mods
+from loka_sim.sources import model_spec
 from loka_sim.zoo import DEFAULT_BATCH, NAMES, build, example_inputs
 from loka_sim.zoo.specs import capture_zoo_model, main
 
@@ -31,6 +33,22 @@ def test_shipped_specs_keep_to_the_schema(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_shipped_specs_are_fresh_captures(name):
     assert resolve_model(name) == capture_zoo_model(name), MEND
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("-small")])
+def test_shipped_specs_with_mods_are_fresh_captures(name):
+    assert zoo_with_mods(name) == capture_zoo_model(name, "all"), MEND
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_with_all_mods_a_model_is_the_one_that_was_captured_with_them(name):
+    """The same GEMMs as Mods applied to the plain specification make, and what its step holds beside them."""
+    spec, _ = model_spec(name, "all")
+    assert spec.sites == apply_to_spec(resolve_model(name), "all").sites
+    assert spec.fused and spec.loops and spec.loops != resolve_model(name).loops
+    model = build(name, mods="all")
+    tables = sum(table.rows * table.dim for table in spec.tables)
+    assert spec.dense_parameters + tables == sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -75,6 +93,7 @@ def test_the_command_writes_what_ships(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("loka_sim.zoo.specs.NAMES", ("dlrm-small",))
     assert main(["--out", str(tmp_path)]) == 0
     assert modelspec.load(tmp_path / "dlrm-small.json") == resolve_model("dlrm-small")
+    assert modelspec.load(tmp_path / "dlrm-small+mods.json") == zoo_with_mods("dlrm-small")
     assert "dlrm-small: 7 sites" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert main(["--out", str(tmp_path / "file")]) == UserError.exit_code
