@@ -113,16 +113,17 @@ def converted(
 
 def fused(step: Lowered, assigned: Assigned) -> list[Fused]:
     """The kernels of a step some of whose GEMMs are FP8, those that are alike in one entry."""
-    number: Counter[Fused] = Counter()
-    for phase, lowered in step_loops.phases(quantized(step, assigned)).items():
-        number.update(_fused(phase, raw) for raw in measured(lowered, kernels(lowered)))
-    return [Fused(**{**vars(kernel), "count": count}) for kernel, count in number.items()]
+    return [
+        _fused(phase, raw, count)
+        for phase, lowered in step_loops.phases(quantized(step, assigned)).items()
+        for raw, count in Counter(measured(lowered, kernels(lowered))).items()
+    ]
 
 
-def _fused(phase: str, raw: RawGroup) -> Fused:
+def _fused(phase: str, raw: RawGroup, count: int) -> Fused:
     kept, reduced = map(Dim, raw.space)
     read, written, unordered = map(Dim, (raw.read_bytes, raw.written_bytes, raw.unordered_bytes))
-    return Fused(phase, raw.kind, raw.label, kept, reduced, read, written, unordered, raw.uneven)
+    return Fused(phase, raw.kind, raw.label, kept, reduced, read, written, unordered, raw.uneven, count)
 
 
 @lru_cache(maxsize=4)

@@ -8,6 +8,7 @@ result; one across memory (the gradient of a bias) only with its like. GEMMs, li
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from loka_sim.loops import ACROSS, Lowered, Scheduled
 
@@ -23,8 +24,7 @@ NEIGHBOURS = 4  # of the readers of one buffer, how many later ones each is trie
 ALONE = ("gemm", "external", "gather", "fill", "place")
 
 
-@dataclass
-class RawGroup:
+class RawGroup(NamedTuple):
     """One kernel at one batch.
 
     Attributes:
@@ -149,7 +149,9 @@ class _Fusion:
             group = self.groups[here]
             assert group is not None
             for source in sorted({self.maker[b] for b in group.reads if b in self.maker}, reverse=True):
-                first, second = sorted((self._where(source), here))
+                first, second = self._where(source), here
+                if first > second:
+                    first, second = second, first
                 if first != second and self._fuse(first, second):
                     here = first
         self._same_reads(everything)
@@ -161,12 +163,15 @@ class _Fusion:
         for index in sorted({self._where(index) for index in indices}):
             group = self.groups[index]
             assert group is not None
-            for key in sorted({key for loop in group.members for key in loop.reads}):
+            for key in {key for loop in group.members for key in loop.reads}:
                 readers.setdefault(key, []).append(index)
-        for _, found in sorted(readers.items()):
+        for key in sorted(key for key, found in readers.items() if len(found) > 1):
+            found = readers[key]
             for position, first in enumerate(found):
                 for second in found[position + 1 : position + 1 + NEIGHBOURS]:
-                    one, other = sorted((self._where(first), self._where(second)))
+                    one, other = self._where(first), self._where(second)
+                    if one > other:
+                        one, other = other, one
                     if one != other and (not kinds or (self._kind(one), self._kind(other)) in kinds):
                         self._fuse(one, other)
 
@@ -190,7 +195,9 @@ class _Fusion:
         for reader, writer in ((other, one), (one, other)):
             for loop in reader.members:
                 for (buffer, _), access in loop.reads.items():
-                    if buffer in writer.writes and not (access.whole and (loop.turns or not access.turned)):
+                    if buffer not in writer.writes:
+                        continue
+                    if not access.whole or (access.turned and not loop.turns):
                         return False
                     if buffer in writer.added:  # by others of the kernel's threads, at any time
                         return False
@@ -246,19 +253,21 @@ def measured(lowered: Lowered, together: list[list[int]]) -> list[RawGroup]:
     of = {index: number for number, members in enumerate(together) for index in members}
     users: dict[int, set[int]] = {}
     for index, loop in enumerate(loops):
+        number = of.get(index, -1)
         for buffer, _ in loop.reads:
-            users.setdefault(buffer, set()).add(of.get(index, -1))
+            users.setdefault(buffer, set()).add(number)
     return [_measured(lowered, [loops[index] for index in members], number, users) for number, members in enumerate(together)]
 
 
 def _counted(operator: str, loops: list[Scheduled]) -> str:
-    number = sum(operator in loop.operators for loop in loops) if operator in COUNTED else 1
+    number = sum(operator in loop.operators for loop in loops)
     return operator if number == 1 else f"{operator}*{number}"
 
 
 def _measured(lowered: Lowered, loops: list[Scheduled], number: int, users: dict[int, set[int]]) -> RawGroup:
     made = {buffer: size for loop in loops for buffer, size in loop.writes.items()}
-    kept = {buffer for buffer in made if buffer in lowered.outputs or users.get(buffer, set()) - {number}}
+    alone = {number}
+    kept = {buffer for buffer in made if buffer in lowered.outputs or users.get(buffer, alone) != alone}
     parts: dict[int, dict[str, int]] = {}
     unordered: set[int] = set()
     # A loop that could run in either order runs in that of the others, and then it is what it writes that is turned.
@@ -272,7 +281,10 @@ def _measured(lowered: Lowered, loops: list[Scheduled], number: int, users: dict
                 if access.turned == ACROSS and not (follows and loop.turns):
                     unordered.add(buffer)
     # Parts of a buffer may overlap: together they are no more than all of it.
-    read = {buffer: min(sum(sizes.values()), max(lowered.sizes[buffer], *sizes.values())) for buffer, sizes in parts.items()}
+    read = {
+        buffer: min(sum(sizes.values()), max(lowered.sizes[buffer], *sizes.values())) if len(sizes) > 1 else sum(sizes.values())
+        for buffer, sizes in parts.items()
+    }
     kinds = {loop.kind for loop in loops}
     kind = next((kind for kind in ("row", "column", "scatter", "gather", "external", "fill") if kind in kinds), "pointwise")
     space = next((loop.space for loop in loops if loop.kind == kind), loops[0].space)
@@ -280,9 +292,10 @@ def _measured(lowered: Lowered, loops: list[Scheduled], number: int, users: dict
         kind = BOTH
     if kind == "pointwise" and any(loop.gathers for loop in loops):
         kind = "gather"
-    said = {operator for loop in loops for operator in (*loop.operators, loop.label)} - UNSAID
-    said = {_counted(operator, loops) for operator in said}
+    said = {loop.label for loop in loops}.union(*(loop.operators for loop in loops)) - UNSAID
+    if counted := said & COUNTED:
+        said = (said - COUNTED) | {_counted(operator, loops) for operator in counted}
     label = " ".join(sorted(said if kinds & {"row", "column"} else said - IN_REDUCTIONS))
-    uneven = any(loop.uneven for loop in loops if loop.kind == "row")
+    uneven = any(loop.uneven for loop in loops if loop.kind == "row") if "row" in kinds else False
     written = sum(made[buffer] for buffer in kept)
     return RawGroup(kind, label, space, sum(read.values()), written, turned_writes + sum(read[b] for b in unordered), uneven)

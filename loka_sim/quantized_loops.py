@@ -98,7 +98,7 @@ class _Quantized:
     assigned: Assigned
 
     def run(self) -> Lowered:
-        loops = [replace(loop, reads=dict(loop.reads), operands=dict(loop.operands)) for loop in self.step.scheduled]
+        loops = [loop.copy() for loop in self.step.scheduled]
         self.sizes, self.next = dict(self.step.sizes), max(self.step.sizes, default=0) + 1
         self.taken = {id(loop): self.assigned[loop.site] for loop in loops if loop.site in self.assigned}
         self.maker = {buffer: loop for loop in loops for buffer in loop.writes}
