@@ -113,7 +113,8 @@ class _Failure(Exception):
         super().__init__(str(error))
         self.module, self.operation, self.batch, self.error = module, operation, batch, error
         self.needs_data = isinstance(error, NotImplementedError) or bool(
-            re.search("[Mm]eta|data-dependent|numpy|unallocated storage", str(error))
+            # `MetaFloatType` is a tensor's type in any message.
+            re.search(r"[Mm]eta(?!\w*Type)|data-dependent|numpy|unallocated storage", str(error))
         )
 
     def explained(self, model: nn.Module, inputs: Any, batch: int) -> UserError:
@@ -127,6 +128,8 @@ class _Failure(Exception):
         if self.needs_data:
             mend = "let no shape or branch depend on tensor values, or write a spec file"
             return UserError(f"{where}: needs data, which a capture has not: {reason}; {mend}")
+        if self.operation == "backward":
+            return UserError(f"{where}: {reason}; mend the model, whose own training step fails so")
         return UserError(f"{where}: {reason}; {twin.mend(model, inputs)}")
 
 

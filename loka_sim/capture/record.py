@@ -201,11 +201,12 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, packet: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = packet.__name__
-        if packet in GEMMS:
+        if packet in GEMMS and result.is_floating_point():
             self._gemm(packet, args, result)
         elif packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
-            self._other(name, flops if isinstance(flops, int) else 0)
+            kind = f"{name} of {result.dtype}".replace("torch.", "") if packet in GEMMS else name  # complex, or whole numbers
+            self._other(kind, flops if isinstance(flops, int) else 0)
         elif packet in COPIES:
             if storage(args[0]) in self.names:  # a weight cast to another type, or laid out anew, is still that weight
                 self._alive.append(result)

@@ -88,7 +88,14 @@ def find_batch(inputs: Any, batch_dim: int, said: int | None = None) -> int:
     Raises:
         UserError: no tensor has such a dimension, or none of the size said.
     """
-    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim() > batch_dim]
+    leaves = pytree.tree_leaves(inputs)
+    for leaf in leaves:
+        if dataclasses.is_dataclass(leaf) and next(_tensors(leaf), None) is not None:
+            name = type(leaf).__name__
+            raise UserError(
+                f"inputs: a {name} hides its tensors; call torch.utils._pytree.register_dataclass({name}) first, or pass a dict"
+            )
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > batch_dim]
 
     def rank(tensor: torch.Tensor) -> tuple[bool, bool, int]:
         jagged = not tensor.is_floating_point() and tensor.dim() < 2

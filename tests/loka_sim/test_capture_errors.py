@@ -1,15 +1,17 @@
 """What a capture cannot do, said in one line with the module, the operation and the mend; and what fake tensors save."""
 
 import threading
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from loka_sim.capture import capture
 from loka_sim.errors import UserError
-from loka_sim.modelspec import PASSES
+from loka_sim.modelspec import PASSES, Dim
 
 pytestmark = pytest.mark.usefixtures("gemms_alone")
 
@@ -154,6 +156,33 @@ def test_inputs_without_a_batch_are_refused(inputs):
     assert "no tensor has a dimension 0 that could be the batch" in refusal(nn.Linear(8, 8), inputs)
 
 
+@dataclass
+class Batch:
+    dense: torch.Tensor
+    scale: torch.Tensor
+
+
+class OfBatch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, batch):
+        return self.linear(batch.dense) * batch.scale
+
+
+def test_tensors_that_a_dataclass_hides_are_said_and_the_mend_is_one():
+    inputs = (Batch(torch.randn(4, 8), torch.ones(4, 1)),)
+    text = refusal(OfBatch(), inputs)
+    assert text.startswith("inputs: a Batch hides its tensors; call torch.utils._pytree.register_dataclass(Batch) first")
+    torch.utils._pytree.register_dataclass(Batch)
+    try:
+        (site,) = capture(OfBatch(), inputs).sites
+    finally:
+        torch.utils._pytree._deregister_pytree_node(Batch)
+    assert site.passes["output"].m == Dim(0, 1)
+
+
 def test_an_empty_batch_is_refused():
     assert "pass at least one sample" in refusal(nn.Linear(8, 8), torch.empty(0, 8))
 
@@ -184,3 +213,33 @@ def test_an_error_in_the_backward_is_one_line_too():
             raise RuntimeError("first line\nsecond line")
 
     assert "first line" in refusal(Outer(Broken.apply))
+
+
+def test_a_backward_that_fails_is_the_models_to_mend():
+    """A ReLU's result, changed in place before its gradient: its tensor's type has `Meta` in its name here."""
+    text = refusal(Outer(lambda x: x.relu().mul_(2)))
+    assert text.startswith("Outer, module (root), operation backward: one of the variables needed for gradient computation")
+    assert text.endswith("; mend the model, whose own training step fails so")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Outer(lambda x: x.relu().mul_(2))(torch.randn(4, 8)).sum().backward()
+
+
+def test_products_that_no_fp8_kernel_could_run_are_no_sites():
+    """Complex ones, whose FLOPs are said as FlopCounterMode counts them."""
+
+    class Spectral(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.mix = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+
+        def forward(self, x):
+            y = self.linear(x)
+            return (torch.complex(y, y) @ self.mix).abs()
+
+    spec, x = capture(Spectral(), torch.randn(4, 8)), torch.randn(4, 8)
+    with FlopCounterMode(display=False) as counter:
+        Spectral()(x).sum().backward()
+    assert [site.name for site in spec.sites] == ["linear"]
+    product = 2 * 4 * 8 * 8
+    assert spec.unaccounted == (f"(root): mm of complex64 ({3 * product} FLOPs at batch 4)",)
+    assert spec.flops() + 3 * product == counter.get_total_flops()
