@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -140,8 +139,7 @@ def _run(
     device = "cpu" if fake else "meta"
     fakes = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) if fake else contextlib.nullcontext()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # of a run that the user did not ask for
+        stack.enter_context(twin.quiet())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(fakes)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ def traced(
 ) -> dict[str, Lowered]:
     """The loops of a model's `forward` and `backward`, its GEMMs among them, parameters and activations in bf16.
 
+    What the model makes itself, such as a mask, has the type that it says, or torch's default: bf16, too, where a product
+    refuses it otherwise.
+
     Args:
         model: The module; neither run nor changed.
         inputs: As `capture` takes them.
@@ -38,6 +41,34 @@ def traced(
     Raises:
         Exception: whatever a model raises that cannot be traced.
     """
+    try:
+        return _traced(model, inputs, loss, old, new, batch_dim)
+    except RuntimeError as error:
+        if not re.search("scalar type|dtype", str(error)):
+            raise
+        return _traced(model, inputs, loss, old, new, batch_dim, constants_too=True)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _traced(
+    model: nn.Module,
+    inputs: Any,
+    loss: Callable[[Any], torch.Tensor] | None,
+    old: int,
+    new: int,
+    batch_dim: int,
+    constants_too: bool = False,
+) -> dict[str, Lowered]:
+    """`traced`, with bf16 as torch's default type or as it is."""
     from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
@@ -51,8 +82,8 @@ def traced(
         return compiler
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
+        stack.enter_context(twin.quiet())
+        stack.enter_context(_default_dtype(DTYPE if constants_too else torch.get_default_dtype()))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         if "torch._dynamo" in sys.modules:

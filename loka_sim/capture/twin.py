@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
+import logging
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +17,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from loka_sim.errors import UserError
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Neither warnings nor torch's log of what failed without data, of a run that the user did not ask for."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        log.disabled = True
+        try:
+            yield
+        finally:
+            log.disabled = before
 
 
 def hollow(tensor: torch.Tensor, device: str, size: tuple[int, ...] | None = None) -> torch.Tensor:

@@ -157,3 +157,29 @@ def test_kernels_and_bytes_are_torch_compiles(reference):
     # A reduction across memory is two launches there: of parts, and of their sums.
     launches = sum(kernel.count * (2 if kernel.kind == "column" else 1) for kernel in own)
     assert launches == pytest.approx(theirs["kernels"], rel=0.15)
+
+
+@pytest.mark.parametrize("before", [torch.float32, torch.float64])
+def test_a_mask_of_torchs_default_type_counts_as_one_of_the_activations(before, capfd):
+    """Masked scores against values in bf16, which a product of a float32 mask would refuse."""
+
+    class Attention(nn.Module):
+        def __init__(self, dtype=None):
+            super().__init__()
+            self.q, self.v, self.dtype = nn.Linear(64, 64), nn.Linear(64, 64), dtype
+
+        def forward(self, x):
+            mask = torch.ones(8, 8, dtype=self.dtype, device=x.device).tril()
+            scores = torch.einsum("bnd,bmd->bnm", self.q(x), x) * mask
+            return torch.einsum("bnm,bmd->bnd", scores, self.v(x))
+
+    torch.set_default_dtype(before)
+    try:
+        x = torch.randn(B, 8, 64)
+        of_default, of_bf16 = (capture(Attention(dtype), x) for dtype in (None, torch.bfloat16))
+        assert torch.get_default_dtype() == before
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert not of_default.untraced
+    assert (of_default.fused, of_default.loops) == (of_bf16.fused, of_bf16.loops)
+    assert capfd.readouterr().err == ""
