@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from operator import attrgetter
 
 import pandas
 
@@ -25,7 +24,7 @@ from loka_sim.dispatch.cost import Times
 from loka_sim.dispatch.decide import flat
 from loka_sim.validation.regret import measured_times
 from perfmodel.data_folder import data_folder
-from perfmodel.kernels import KERNELS
+from perfmodel.kernels import KERNELS, library_of
 
 CHOICES = ("torch", "torch,loka", "torch,loka,fbgemm")
 MODELS = ("dlrm", "dcnv2", "wukong", "interformer")
@@ -34,9 +33,8 @@ MODELS = ("dlrm", "dcnv2", "wukong", "interformer")
 def kernels(answer: loka_sim.WhatIf) -> str:
     """Libraries of the FP8 GEMMs and of what makes their operands, with how many of each a step launches."""
     specs = [KERNELS[row.kernel] for site in answer.sites for decided in site.passes.values() for row in decided.rows]
-    library = attrgetter("library")
-    gemms = Counter(map(library, (spec for spec in specs if spec.is_fp8)))
-    makers = Counter(map(library, (spec for spec in specs if spec.kind in ("quantize", "layout"))))
+    gemms = Counter(library_of(spec.name) for spec in specs if spec.is_fp8)
+    makers = Counter(library_of(spec.name) for spec in specs if spec.kind in ("quantize", "layout"))
     parts = [", ".join(f"{count} {name}" for name, count in some.most_common()) for some in (gemms, makers)]
     return f"GEMMs {parts[0]}; operands {parts[1]}" if gemms else "bf16 everywhere"
 

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from hil.measure import Rows, Work, Workers, attempt, progress
 from hil.shapes import SWEEPS as GEMM_AND_MEMORY_SWEEPS
 from hil.shapes import gemm_shapes
 from hil.warm import compile_ahead
-from perfmodel.kernels import KERNELS
+from perfmodel.kernels import KERNELS, library_of
 
 COLUMNS = (
     "kernel",
@@ -351,13 +350,13 @@ def _sweep(
 
         torch._inductor.config.compile_threads = 1
         compile_ahead(work, options.ahead, time.time() + AHEAD_SHARE * (deadline - time.time()), lock)
-    used, library = [KERNELS[name] for name in available_kernels(matching(kinds, options.kernels))], attrgetter("library")
+    used = [KERNELS[name] for name in available_kernels(matching(kinds, options.kernels))]
     run = {
         "sweep": sweep,
         "command": command,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **fingerprint(),
-        "libraries": {library(spec): found for spec in used if (found := availability(spec).version)},
+        "libraries": {library_of(spec.name): found for spec in used if (found := availability(spec).version)},
     }
     failure = None
     try:
