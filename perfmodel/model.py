@@ -117,8 +117,8 @@ def _numbers(name: str, column: pd.Series | Sequence[Any]) -> Array:
 
 def _places(kernels: Sequence[str]) -> dict[str, npt.NDArray[np.intp]]:
     """The rows of each kernel, by name."""
-    numbers: dict[str, int] = {}
-    found = np.fromiter((numbers.setdefault(kernel, len(numbers)) for kernel in kernels), dtype=np.int64, count=len(kernels))
+    numbers = {kernel: number for number, kernel in enumerate(dict.fromkeys(kernels))}
+    found = np.fromiter(map(numbers.__getitem__, kernels), dtype=np.int64, count=len(kernels))
     return {kernel: np.flatnonzero(found == number) for kernel, number in sorted(numbers.items())}
 
 
@@ -278,7 +278,7 @@ class PerfModel:
         column = frame["kernel"]
         # A column of strings that Arrow holds takes ten times as long value by value.
         kernels = list(column.to_numpy(dtype=object) if hasattr(column, "to_numpy") else column)
-        if not all(isinstance(kernel, str) for kernel in kernels):
+        if not all(issubclass(kind, str) for kind in set(map(type, kernels))):
             raise ValueError("a row names no kernel; predict needs kernel, m, n, k in every row")
         m, n, k, groups = columns_of(frame)
         for name, size in zip(("m", "n", "k", "groups"), (m, n, k, groups), strict=True):
@@ -297,15 +297,15 @@ class PerfModel:
             name, rows = part
             result[rows] = self._times(name, (m[rows], n[rows], k[rows], groups[rows]))
 
-        if len(kernels) < _MANY_ROWS:
+        # Each kernel's files are read once before two threads may ask for them; a few rows wait for the reading alone.
+        names = dict.fromkeys(name for name, _ in parts)
+        if len(kernels) < _MANY_ROWS and len(names.keys() - self._loaded) < THREADS:
             for part in parts:
                 fill(part)
         else:
             # A part alone is too small to have the loop compiled; once it is there, parts use it.
             worth_compiling(len(kernels))
             with single_threaded(), ThreadPoolExecutor(THREADS) as pool:
-                # Each kernel's files are read once before two threads may ask for them.
-                names = dict.fromkeys(name for name, _ in parts)
                 for found in (pool.map(self.learned, names), pool.map(self.choice, names), pool.map(fill, parts)):
                     list(found)
         columns = dict(zip(("time_us", "low_us", "high_us"), result.T, strict=True))

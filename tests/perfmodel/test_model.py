@@ -46,6 +46,17 @@ def test_roofline_by_hand(model):
     assert quantize[0] == pytest.approx(3 * 4096**2 / (hardware.copy_bandwidth_tbs * 1e12) * 1e6)
 
 
+def test_kernels_whose_files_two_threads_read_have_the_times_that_each_has_alone():
+    """Few calls of many kernels wait for the reading; whoever asks for one kernel reads it by himself."""
+    calls = [(name, 512, 1 if spec.kind not in ("gemm", "batched_gemm") else 768, 1024) for name, spec in KERNELS.items()]
+    names = perfmodel.load("h200").manifest["kernels"]
+    several = rows(*(call for call in calls if call[0] in names))
+    together = perfmodel.load("h200").predict(several)
+    alone = [perfmodel.load("h200").predict(several.iloc[[number]]) for number in range(len(several))]
+    assert len(several) > 20
+    pd.testing.assert_frame_equal(together, pd.concat(alone), check_exact=True)
+
+
 def test_hardware_ceilings_are_the_fastest_rows(model, timings):
     """The specification's ceilings are what its `sources` say they are."""
     first = timings[timings["sweep"] == "lrm"]
