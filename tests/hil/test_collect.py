@@ -199,6 +199,13 @@ def test_absent_libraries_are_told_of_once(gpu, folder, capsys, monkeypatch):
     assert not (folder / "linear.parquet").exists()
 
 
+def test_the_sidecar_says_which_versions_of_libraries_ran(gpu, folder, monkeypatch):
+    monkeypatch.setattr(room, "availability", lambda spec: kernels_room.Availability(True, "1.6.0", ""))
+    assert run(folder, "--kernels", "torch/*") == 0
+    (sweep,) = json.loads((folder / "gemm.json").read_text())["runs"]
+    assert sweep["libraries"] == {"torch": "1.6.0"}
+
+
 def test_files_of_before_the_new_columns_are_extended(gpu, folder):
     old = {c: [1.0] for c in OLD_COLUMNS} | {"kernel": ["torch/bf16"], "sweep": ["lrm"]}
     old |= {"m": [256], "n": [128], "k": [128], "groups": [1]}
