@@ -142,6 +142,11 @@ class CollectiveModel:
 
     def _estimates(self, frame: pd.DataFrame, cluster: Cluster | None) -> Iterator[tuple[npt.NDArray[np.int64], Estimate, bool]]:
         """For each distinct setting of a frame: its rows, their estimate, whether it spans hosts."""
+        if not isinstance(frame, pd.DataFrame):
+            raise ValueError(f"collectives are asked for by a DataFrame, not a {type(frame).__name__}; make one of it")
+        if frame.columns.has_duplicates:
+            twice = frame.columns[frame.columns.duplicated()][0]
+            raise ValueError(f"the frame has the column {twice!r} more than once; leave one of them out")
         missing = {"op", "ranks", "bytes_per_rank"} - set(frame.columns)
         if missing:
             raise ValueError(f"the frame lacks the columns {sorted(missing)}; predict_collective needs op, ranks, bytes_per_rank")
@@ -153,7 +158,7 @@ class CollectiveModel:
             raise ValueError("bytes_per_rank must be positive and finite, and below 2^62; leave out collectives of nothing")
         defaults: dict[str, str | int] = {"dtype": "bf16", "groups": 1, "dim": 0, "split": "equal", "per_host": 0}
         columns = {
-            name: asked[name].fillna(value) if name in asked else pd.Series([value] * len(asked))
+            name: asked[name].astype(object).where(asked[name].notna(), value) if name in asked else [value] * len(asked)
             for name, value in defaults.items()
         }
         keys = pd.DataFrame({"op": asked["op"], "ranks": asked["ranks"], **columns})
@@ -175,6 +180,9 @@ class CollectiveModel:
                     )
             else:
                 island = cluster.island(ranks, per_host or None)
+            host = HOST_GPUS if cluster is None else cluster.gpus_per_host
+            if groups * island > host:
+                raise ValueError(f"groups {groups}: a host of {host} GPUs has room for {host // island} with {island} each")
             if island == ranks:
                 yield rows, self.inside(setting, sizes[rows]), False
             else:

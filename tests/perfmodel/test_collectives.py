@@ -184,6 +184,9 @@ def test_beyond_the_largest_size_bandwidth_goes_on(measured):
         ({"ranks": 12}, "ranks 12: hosts of hgx_h200 hold 8 of them each; give a multiple of 8"),
         ({"ranks": 8192}, "at most 4,096 GPUs"),
         ({"groups": 0}, "groups = 0; give a whole number, 1 or more"),
+        ({"groups": 3}, "groups 3: a host of 8 GPUs has room for 2 with 4 each"),
+        ({"groups": 2, "ranks": 16}, "groups 2: a host of 8 GPUs has room for 1 with 8 each"),
+        ({"groups": 5, "ranks": 16, "per_host": 2}, "groups 5: a host of 8 GPUs has room for 4 with 2 each"),
         ({"per_host": 16, "ranks": 16}, "per_host 16: hosts of hgx_h200 have 8 GPUs"),
         ({"bytes_per_rank": 0}, "bytes_per_rank must be positive"),
         ({"bytes_per_rank": float("nan")}, "bytes_per_rank must be positive"),
@@ -199,6 +202,20 @@ def test_a_frame_without_what_is_needed(measured):
     with pytest.raises(ValueError, match=r"lacks the columns \['ranks'\]"):
         measured.predict(pd.DataFrame({"op": ["all_reduce"], "bytes_per_rank": [1]}))
     assert len(measured.predict(pd.DataFrame({"op": [], "ranks": [], "bytes_per_rank": []}))) == 0
+    frame = pd.DataFrame({"op": ["all_reduce"], "ranks": [4], "bytes_per_rank": [1]})
+    with pytest.raises(ValueError, match="has the column 'ranks' more than once"):
+        measured.predict(pd.concat([frame, frame[["ranks"]]], axis=1))
+    with pytest.raises(ValueError, match="by a DataFrame, not a dict"):
+        measured.predict(frame.to_dict("list"))
+
+
+def test_what_a_column_leaves_open_is_the_default_whatever_its_type(measured):
+    frame = pd.DataFrame({"op": pd.Categorical(["all_to_all"] * 2), "ranks": 4, "bytes_per_rank": 2**20})
+    usual = measured.predict(frame)
+    for kind in ("category", "object", "string"):
+        asked = frame.assign(dtype=pd.Series(["fp16", None], dtype=kind), groups=pd.array([None, 1], dtype="Int64"))
+        assert measured.predict(asked).iloc[1].equals(usual.iloc[1])
+        assert not measured.predict(asked).iloc[0].equals(usual.iloc[0])
 
 
 def test_a_gpu_without_a_known_cluster_stays_inside_a_host(measured):
