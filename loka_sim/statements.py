@@ -10,6 +10,7 @@ from loka_sim.dispatch.candidates import launches
 from loka_sim.dispatch.decide import flat
 from loka_sim.dispatch.operands import DEFAULT_LIBRARIES
 from loka_sim.dispatch.steps import torch_makes
+from loka_sim.dispatch.torchao_plan import convertible
 from loka_sim.host_time import called
 from loka_sim.step_document import in_words
 from loka_sim.whole_step import by_kind
@@ -24,7 +25,7 @@ Statement = tuple[str, str]
 
 def statements(answer: WhatIf) -> list[Statement]:
     """Everything a reader must know before trusting the figures: warnings first."""
-    found = [*_statistics(answer), *_sweep(answer), *_libraries(answer), *_left_out(answer)]
+    found = [*_statistics(answer), *_sweep(answer), *_libraries(answer), *_no_linears(answer), *_left_out(answer)]
     found += _step(answer)
     if answer.settings.calibration is not None:
         found.append(("note", f"Times and errors as the calibration {answer.settings.calibration} corrects them."))
@@ -117,6 +118,21 @@ def _libraries(answer: WhatIf) -> Iterable[Statement]:
             "note",
             f"The export to torchao cannot run kernels of {' and '.join(beyond)} and decides anew without them{instead}.",
         )
+
+
+def _no_linears(answer: WhatIf) -> Iterable[Statement]:
+    """FP8 that a job has to bring itself: of GEMMs that no linear layer makes."""
+    found = [
+        decided
+        for decided in answer.sites
+        if any(KERNELS[entry.kernel].is_fp8 for entry in decided.passes.values())
+        and not convertible(decided.site.name, decided.site.op, decided.site.weight)
+    ]
+    if found:
+        gain, more = sum(decided.gain_us for decided in found), len(found) - 3
+        names = ", ".join(decided.site.name for decided in found[:3]) + (f" and {more} more" if more > 0 else "")
+        yield "warning", (f"No torch.nn.Linear makes {names}: neither the export nor dispatch.runtime runs them in FP8, which "
+                          f"is {gain:,.0f} us of what the decision gains; make them linear layers.")  # fmt: skip
 
 
 def _step(answer: WhatIf) -> Iterable[Statement]:

@@ -9,6 +9,7 @@ import loka_sim
 from loka_sim.cli.output import Style
 from loka_sim.cli.screen import first_screen
 from loka_sim.dispatch import table
+from loka_sim.dispatch.torchao_plan import plan
 from loka_sim.errors import DataError, LokaSimError, UserError
 from loka_sim.modelspec import Dim, ModelSpec, Site, linear_passes
 from loka_sim.schemas import problem
@@ -102,6 +103,18 @@ def test_says_what_it_rests_on(document):
     assert "gelu timed as silu" in all_texts
     assert document["statistics"]["origin"] == "assumed"
     assert document["statistics"]["sites"] == {"exact": 0, "role": 0, "assumed": 6}
+
+
+def test_fp8_that_nothing_here_can_run_is_said(made_up, made_up_model):
+    """Of a product with a bare parameter: the export has no module to convert, and says so of the same microseconds."""
+    sites = [dataclasses.replace(s, op="matmul", weight="w") if s.name == "top.1" else s for s in made_up_model.sites]
+    bare = loka_sim.whatif(dataclasses.replace(made_up_model, sites=tuple(sites)))
+    plain = loka_sim.whatif(made_up_model)
+    assert "No torch.nn.Linear makes" not in texts(plain.to_dict())
+    (entry,) = (entry for entry in bare.sites if entry.site.name == "top.1")
+    (said,) = (s["text"] for s in bare.to_dict()["statements"] if s["text"].startswith("No torch.nn.Linear makes top.1: "))
+    assert f"is {entry.gain_us:,.0f} us of what the decision gains" in said and entry.gain_us > 10
+    assert plan(table.from_whatif(bare.to_dict())).slower_us == pytest.approx(entry.gain_us, rel=1e-3)
 
 
 @pytest.mark.parametrize(("mods", "warns"), [((), False), ("all", False), ("no_bias", True)])
