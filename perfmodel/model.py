@@ -96,6 +96,20 @@ def with_network(names: list[str], matrix: Array, network: Network | None) -> tu
     return [*names, "network"], np.column_stack([matrix, smooth]), smooth
 
 
+def _kernels_of(frame: pd.DataFrame | Columns) -> list[str]:
+    """The names in the kernel column, of a frame that has the columns of sizes, too."""
+    if missing := {"kernel", "m", "n", "k"} - set(frame):
+        raise ValueError(f"the frame lacks the columns {sorted(missing)}; predict needs kernel, m, n, k")
+    column = frame["kernel"]
+    if getattr(column, "ndim", 1) > 1:
+        raise ValueError("the frame has the column 'kernel' more than once; leave one of them out")
+    # A column of strings that Arrow holds takes ten times as long value by value.
+    kernels = list(column.to_numpy(dtype=object) if hasattr(column, "to_numpy") else column)
+    if not all(issubclass(kind, str) for kind in set(map(type, kernels))):
+        raise ValueError("a row names no kernel; predict needs kernel, m, n, k in every row")
+    return kernels
+
+
 def columns_of(frame: pd.DataFrame | Columns) -> Sizes:
     """The (m, n, k, groups) columns as float arrays; groups is 1 where there is no such column."""
     m, n, k = (_numbers(name, frame[name]) for name in ("m", "n", "k"))
@@ -273,13 +287,7 @@ class PerfModel:
             ValueError: an unknown kernel, one without measurements on this GPU, a size that is no whole number from 1 on, or a
                 shape that the kernel cannot run.
         """
-        if missing := {"kernel", "m", "n", "k"} - set(frame):
-            raise ValueError(f"the frame lacks the columns {sorted(missing)}; predict needs kernel, m, n, k")
-        column = frame["kernel"]
-        # A column of strings that Arrow holds takes ten times as long value by value.
-        kernels = list(column.to_numpy(dtype=object) if hasattr(column, "to_numpy") else column)
-        if not all(issubclass(kind, str) for kind in set(map(type, kernels))):
-            raise ValueError("a row names no kernel; predict needs kernel, m, n, k in every row")
+        kernels = _kernels_of(frame)
         m, n, k, groups = columns_of(frame)
         for name, size in zip(("m", "n", "k", "groups"), (m, n, k, groups), strict=True):
             if size.shape != (len(kernels),):
@@ -383,7 +391,7 @@ class PerfModel:
         Raises:
             ValueError: an unknown kernel, or one without measurements on this GPU.
         """
-        kernels = list(frame["kernel"])
+        kernels = _kernels_of(frame)
         sizes = dict(zip(("m", "n", "k", "groups"), columns_of(frame), strict=True))
         sizes["product"] = sizes["m"] * sizes["n"] * sizes["k"] * sizes["groups"]
         inside = np.ones(len(kernels), dtype=bool)

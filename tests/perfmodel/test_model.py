@@ -162,6 +162,12 @@ def test_bad_frames_are_refused_by_name(model):
         model.in_range(rows(("torch/fp9", 64, 64, 64)))
     with pytest.raises(ValueError, match="names no kernel"):
         model.predict(rows((None, 64, 64, 64)))
+    frame = rows(("torch/bf16", 64, 64, 64))
+    for ask in (model.predict, model.in_range):
+        with pytest.raises(ValueError, match="has the column 'kernel' more than once"):
+            ask(pd.concat([frame, frame], axis=1))
+        with pytest.raises(ValueError, match=r"lacks the columns \['k'\]"):
+            ask(frame.drop(columns="k"))
     with pytest.raises(ValueError, match="mi300 has no data|'mi300' has no data"):
         perfmodel.load("mi300")
     assert model.predict(rows()).empty
