@@ -10,10 +10,11 @@ from typing import Any
 from loka_sim.dispatch.candidates import SiteShape, illegal, launches
 from loka_sim.dispatch.decide import flat
 from loka_sim.dispatch.operands import DEFAULT_LIBRARIES, Row, Toolbox
-from loka_sim.errors import UserError
+from loka_sim.errors import DataError, UserError
 from loka_sim.modelspec import PASSES
 from loka_sim.run_folder import WHATIF
 from loka_sim.schemas import read_document
+from perfmodel.kernels import KERNELS
 
 SCHEMA_VERSION = 1
 KIND = "loka-sim/compare"
@@ -105,7 +106,7 @@ def compare(a: str | Path, b: str | Path) -> Comparison:
         b: The other.
 
     Raises:
-        DataError: a folder or file is not there, truncated, or not a what-if.
+        DataError: a folder or file is not there, truncated, not a what-if, or of a loka-sim that knows other kernels.
     """
     documents = [_read(Path(path)) for path in (a, b)]
     first, second = documents
@@ -129,7 +130,12 @@ def compare(a: str | Path, b: str | Path) -> Comparison:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return read_document(path / WHATIF if path.is_dir() else path, "whatif")
+    document = read_document(path / WHATIF if path.is_dir() else path, "whatif")
+    named = (decided["kernel"] for site in document["sites"] for decided in site["passes"].values())
+    if unknown := next((kernel for kernel in named if kernel not in KERNELS), None):
+        mend = "write it again with `loka-sim whatif MODEL --out DIR`"
+        raise DataError(f"{path} decided for {unknown}, a kernel that this loka-sim does not know; {mend}")
+    return document
 
 
 _UNSAID: Mapping[str, Any] = {"libraries": list(DEFAULT_LIBRARIES), "dense": "ddp", "exchange": "bf16"}

@@ -10,6 +10,8 @@ from typing import Any
 from loka_sim.errors import UserError
 
 SCHEMA_PATH = Path(__file__).parent / "schemas" / "model_spec.schema.json"
+MOST = 2**53
+"""Largest size beside those of GEMMs, whose limits the what-if names: whole numbers are exact up to there."""
 
 
 def read(path: Path, what: str = "model spec") -> Any:
@@ -170,6 +172,14 @@ def _check_sites(document: dict[str, Any], where: str) -> None:
             for key in ("m", "n", "k", "groups"):
                 if key in gemm and (size := Dim.parse(gemm[key]).at(batch)) < 1:
                     raise UserError(f"{at}{label}.{key}: {gemm[key]!r} is {size} at batch {batch}; it must be positive")
+    for index, kernel in enumerate(document.get("fused", ())):
+        for key in ("kept", "reduced", "read_bytes", "written_bytes", "unordered_bytes"):
+            if key in kernel and (size := Dim.parse(kernel[key]).at(batch)) > MOST:
+                raise UserError(f"{where}: fused[{index}].{key}: {_short(size)} at batch {batch}; no GPU holds that, write less")
+    for index, table in enumerate(document.get("tables", ())):
+        for key in ("rows", "dim", "lookups"):
+            if table.get(key, 0) > MOST:
+                raise UserError(f"{where}: tables[{index}].{key}: {_short(table[key])}; no GPU holds that, write less")
     names = [table["name"] for table in document.get("tables", ())]
     for index, name in enumerate(names):
         if name in names[:index]:

@@ -10,7 +10,7 @@ from loka_sim.cli.output import Style
 from loka_sim.cli.screen_compare import compare_screen
 from loka_sim.dispatch.candidates import SiteShape, launches
 from loka_sim.dispatch.decide import flat
-from loka_sim.errors import LokaSimError
+from loka_sim.errors import DataError, LokaSimError
 from loka_sim.modelspec import ModelSpec
 from loka_sim.schemas import problem
 
@@ -119,6 +119,16 @@ def test_a_broken_run_is_refused(answers, tmp_path, content):
     with pytest.raises(LokaSimError) as raised:
         loka_sim.compare(good, bad)
     assert str(bad) in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_run_of_a_loka_sim_that_knows_other_kernels_is_refused(answers, tmp_path):
+    good, other = (folder(answer, tmp_path / name) for answer, name in zip(answers, "ab", strict=True))
+    text = (other / "whatif.json").read_text()
+    assert text.count("torch/fp8_tensorwise_fast")
+    (other / "whatif.json").write_text(text.replace("torch/fp8_tensorwise_fast", "torch/fp7_tensorwise_fast"))
+    for pair in ((good, other), (other, good)):
+        with pytest.raises(DataError, match="b decided for torch/fp7_tensorwise_fast, a kernel that this loka-sim does not know"):
+            loka_sim.compare(*pair)
 
 
 def test_models_without_a_site_in_common_are_refused(answers, made_up, made_up_model, tmp_path):

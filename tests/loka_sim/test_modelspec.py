@@ -123,6 +123,9 @@ def test_yaml_and_json_say_the_same(tmp_path):
     assert modelspec.load(write(tmp_path, SMALL)) == modelspec.load(write(tmp_path, SMALL, "spec.yaml"))
 
 
+LOOP = {"phase": "forward", "kind": "pointwise", "kept": "batch", "read_bytes": 8, "written_bytes": 8}
+
+
 def with_site(**changes):
     return {**SMALL, "sites": [{**SMALL["sites"][0], **changes}]}
 
@@ -151,6 +154,9 @@ def with_site(**changes):
         ({**SMALL, "loops": ["sideways"]}, "loops[0]"),
         ({**SMALL, "tables": [{"name": "t", "rows": 0, "dim": 4}]}, "tables[0].rows: 0 is less than 1"),
         ({**SMALL, "tables": [{"name": "t", "rows": 2, "dim": 4}] * 2}, "tables[1].name: 't' stands twice"),
+        ({**SMALL, "tables": [{"name": "t", "rows": 2, "dim": 10**30}]}, f"tables[0].dim: {10**30}; no GPU holds that"),
+        ({**SMALL, "fused": [{**LOOP, "read_bytes": 10**20}]}, f"fused[0].read_bytes: {10**20} at batch 512; no GPU holds that"),
+        ({**SMALL, "fused": [{**LOOP, "kept": f"{10**15}*batch"}]}, "fused[0].kept: 512000000000000000 at batch 512; no GPU"),
         ({"batch": 4, "sites": []}, "'name' is missing; add it"),
         ([1], "found a list; write an object with keys"),
     ],
