@@ -22,6 +22,7 @@ IN_REDUCTIONS = {"column_scale", "column_scale_rounded"}  # once a tile elsewher
 COUNTED = {"rescale", "rescale_rounded"}  # of several in one kernel each is computed: `rescale*2`
 NEIGHBOURS = 4  # of the readers of one buffer, how many later ones each is tried with
 ALONE = ("gemm", "external", "gather", "fill", "place")
+FIRST = ("row", "column", "scatter", "gather", "external", "fill")  # what a kernel is, if any of its loops is that
 
 
 class RawGroup(NamedTuple):
@@ -272,12 +273,15 @@ def _measured(lowered: Lowered, loops: list[Scheduled], number: int, users: dict
     unordered: set[int] = set()
     # A loop that could run in either order runs in that of the others, and then it is what it writes that is turned.
     follows = len(loops) > 1 and not all(loop.turns for loop in loops)
-    turned_writes = sum(size for loop in loops if follows and loop.across for b, size in loop.writes.items() if b in kept)
+    turned_writes = 0
+    if follows:
+        turned_writes = sum(size for loop in loops if loop.across for b, size in loop.writes.items() if b in kept)
     for loop in loops:
         for (buffer, part), access in loop.reads.items():
             if buffer not in made:
-                sizes = parts.setdefault(buffer, {})
-                sizes[part] = max(sizes.get(part, 0), access.read_bytes)
+                sizes, size = parts.setdefault(buffer, {}), access.read_bytes
+                if size > sizes.get(part, -1):
+                    sizes[part] = size
                 if access.turned == ACROSS and not (follows and loop.turns):
                     unordered.add(buffer)
     # Parts of a buffer may overlap: together they are no more than all of it.
@@ -286,7 +290,7 @@ def _measured(lowered: Lowered, loops: list[Scheduled], number: int, users: dict
         for buffer, sizes in parts.items()
     }
     kinds = {loop.kind for loop in loops}
-    kind = next((kind for kind in ("row", "column", "scatter", "gather", "external", "fill") if kind in kinds), "pointwise")
+    kind = next((kind for kind in FIRST if kind in kinds), "pointwise")
     space = next((loop.space for loop in loops if loop.kind == kind), loops[0].space)
     if kinds >= {"row", "column"}:
         kind = BOTH

@@ -108,9 +108,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Answer, print, and write the run folder if asked to."""
     from loka_sim.cli.output import Style, print_json
     from loka_sim.cli.screen import first_screen
-    from loka_sim.run_folder import RunFolder
 
-    folder = None if arguments.out is None else RunFolder.prepare(arguments.out)
+    folder = None
+    if arguments.out is not None:
+        from loka_sim.run_folder import RunFolder
+
+        folder = RunFolder.prepare(arguments.out)
     answer = ask(arguments, arguments.gpus)
     document = answer.to_dict()
     if folder is not None:
