@@ -132,7 +132,7 @@ def compare(a: str | Path, b: str | Path) -> Comparison:
 def _read(path: Path) -> dict[str, Any]:
     document = read_document(path / WHATIF if path.is_dir() else path, "whatif")
     named = (decided["kernel"] for site in document["sites"] for decided in site["passes"].values())
-    if unknown := next((kernel for kernel in named if kernel not in KERNELS), None):
+    if (unknown := next((kernel for kernel in named if kernel not in KERNELS), None)) is not None:
         mend = "write it again with `loka-sim whatif MODEL --out DIR`"
         raise DataError(f"{path} decided for {unknown}, a kernel that this loka-sim does not know; {mend}")
     return document
