@@ -65,11 +65,11 @@ class Scheduled:
     site: tuple[str, str] = ("", "")
     flat: bool = False
 
-    def copy(self) -> Scheduled:
-        """The same with reads of its own; `dataclasses.replace` takes several times as long."""
+    def copy(self, reads: Reads, writes: dict[int, int] | None = None) -> Scheduled:
+        """The same with other reads, and writes if given; `dataclasses.replace` takes several times as long."""
         return Scheduled(
-            self.label, self.kind, self.space, dict(self.reads), self.writes, self.gathers, self.uneven, self.operators,
-            self.backward, self.gemm, self.operands, self.site, self.flat,
+            self.label, self.kind, self.space, reads, self.writes if writes is None else writes, self.gathers, self.uneven,
+            self.operators, self.backward, self.gemm, self.operands, self.site, self.flat,
         )  # fmt: skip
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from loka_sim.loops import ACROSS, Access, Lowered, Reads, Scheduled
@@ -98,7 +98,7 @@ class _Quantized:
     assigned: Assigned
 
     def run(self) -> Lowered:
-        loops = [loop.copy() for loop in self.step.scheduled]
+        loops = [loop.copy(dict(loop.reads)) for loop in self.step.scheduled]
         self.sizes, self.next = dict(self.step.sizes), max(self.step.sizes, default=0) + 1
         self.taken = {id(loop): self.assigned[loop.site] for loop in loops if loop.site in self.assigned}
         self.maker = {buffer: loop for loop in loops for buffer in loop.writes}
@@ -126,13 +126,13 @@ class _Quantized:
             if after := [how.scales for how in taken.values() if how.after]:
                 ((buffer, size),) = loop.writes.items()
                 raw = self._buffer(size)
-                result.append(replace(loop, reads=reads, writes={raw: size}))
+                result.append(loop.copy(reads, {raw: size}))
                 space, whole, scaled = (size // 2, 1), {(raw, ""): Access(size, True)}, {buffer: size}
                 result.append(
                     Scheduled("mul", "pointwise", space, whole, scaled, operators=RESCALE[after[0]], backward=loop.backward)
                 )
             else:
-                result.append(replace(loop, reads=reads))
+                result.append(loop.copy(reads))
         return Lowered(result, self.sizes, self.step.outputs)
 
     # What is no longer written.
@@ -208,7 +208,9 @@ class _Quantized:
             for loop in self._magnitudes(reads, operators, elements, how, gemm.backward):
                 yield loop
                 (made[scale],) = loop.writes
-        turned = {at: replace(read, turned=ACROSS) if how.turned and read.whole else read for at, read in reads.items()}
+        turned = {
+            at: Access(read.read_bytes, read.whole, ACROSS) if how.turned and read.whole else read for at, read in reads.items()
+        }
         made[key] = self._buffer(elements)
         along = how.scaling != "tensorwise" and not how.across  # a scale for what lies side by side: there when its turn comes
         sources = {**turned, (made[scale], ""): Access(self.sizes[made[scale]], along)}
