@@ -62,6 +62,7 @@ NEVER_SEEN = {
     "blind3": "held_out_blind3",
     "blind4": "held_out_blind4",
     "blind5": "held_out_blind5",
+    "blind6": "held_out_blind6",
     "blind_memory": "held_out_blind_memory",
     "blind_memory2": "held_out_blind_memory2",
 }
