@@ -60,9 +60,9 @@ def _apply_to_site(site: Site, mods: tuple[str, ...], last: str) -> Site:
 
 
 def _lost(before: Iterable[Site], after: Iterable[Site]) -> int:
-    """Trainable biases, in elements, that sites lost: one of a module, however often it is called; a frozen one is none."""
+    """Trainable biases, in elements, that sites lost: one for each weight of a module, called how often it may; no frozen one."""
     found = {
-        _module(old.name): old.passes["output"].n.const
+        (_module(old.name), old.weight): old.passes["output"].n.const
         for old, new in zip(before, after, strict=True)
         if old.bias and not new.bias and "grad_weight" in old.passes
     }

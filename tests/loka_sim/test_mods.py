@@ -48,6 +48,13 @@ def test_the_prediction_layer_keeps_its_bias(specs):
     assert [site.name for site in apply_to_spec(spec, "no_bias").sites if site.bias] == ["predict"]
 
 
+class Last(nn.Module):
+    """A recurrent layer's last state."""
+
+    def forward(self, outputs):
+        return outputs[0][:, -1]
+
+
 class Loop(nn.Module):
     """One layer called three times, a frozen one, and a prediction layer called twice."""
 
@@ -61,6 +68,13 @@ class Loop(nn.Module):
         for _ in range(3):
             x = F.silu(self.norm(self.again(x)))
         return self.head(x) + self.head(2 * x)
+
+
+def test_a_module_of_two_weights_has_two_biases():
+    layer = nn.GRU(24, 24, batch_first=True)
+    spec = capture(nn.Sequential(layer, Last(), nn.Linear(24, 1)), torch.randn(8, 5, 24))
+    lost = spec.dense_parameters - apply_to_spec(spec, "no_bias").dense_parameters
+    assert lost == layer.bias_ih_l0.numel() + layer.bias_hh_l0.numel()
 
 
 def test_a_layer_that_is_called_more_than_once_has_one_bias():
