@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from loka_sim.capture import twin
+from loka_sim.capture.calls import MOVES, plain
 from loka_sim.capture.lowering import lower
 from loka_sim.loops import Lowered
 
@@ -27,8 +30,8 @@ def traced(
 ) -> dict[str, Lowered]:
     """The loops of a model's `forward` and `backward`, its GEMMs among them, parameters and activations in bf16.
 
-    What the model makes itself, such as a mask, has the type that it says, or torch's default: bf16, too, where a product
-    refuses it otherwise.
+    What the model makes itself, such as a mask, has the type and the device that it says, or torch's defaults. Where that
+    fails it is tried again with bf16 as the default type, and all on one device.
 
     Args:
         model: The module; neither run nor changed.
@@ -43,10 +46,24 @@ def traced(
     """
     try:
         return _traced(model, inputs, loss, old, new, batch_dim)
-    except RuntimeError as error:
-        if not re.search("scalar type|dtype", str(error)):
+    except Exception as error:
+        if not re.search("scalar type|dtype|device|CUDA|NVIDIA", str(error)):
             raise
         return _traced(model, inputs, loss, old, new, batch_dim, constants_too=True)
+
+
+class _OneDevice(TorchFunctionMode):
+    """What names a device, or takes the default one, gets the trace's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = plain(getattr(func, "__name__", "")), dict(kwargs or {})
+        if name in MOVES and args and isinstance(args[0], torch.Tensor):
+            return args[0]
+        if kwargs.get("device") is not None or func in _device_constructors():
+            kwargs["device"] = torch.device("meta")
+        if name == "to":
+            args = (args[0], *("meta" if isinstance(arg, torch.device | str) else arg for arg in args[1:]))
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -68,7 +85,7 @@ def _traced(
     batch_dim: int,
     constants_too: bool = False,
 ) -> dict[str, Lowered]:
-    """`traced`, with bf16 as torch's default type or as it is."""
+    """`traced`, once: with what the model makes brought to bf16 and to one device, or as it is."""
     from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
@@ -83,7 +100,9 @@ def _traced(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(twin.quiet())
-        stack.enter_context(_default_dtype(DTYPE if constants_too else torch.get_default_dtype()))
+        if constants_too:
+            stack.enter_context(_default_dtype(DTYPE))
+            stack.enter_context(_OneDevice())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         if "torch._dynamo" in sys.modules:

@@ -183,3 +183,24 @@ def test_a_mask_of_torchs_default_type_counts_as_one_of_the_activations(before, 
     assert not of_default.untraced
     assert (of_default.fused, of_default.loops) == (of_bf16.fused, of_bf16.loops)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("device", ["cuda", torch.device("cuda:0"), None, "cpu"])
+def test_a_device_written_in_the_model_does_not_cost_the_whole_step(device):
+    """As research code has it: no GPU is needed to know what that step holds."""
+
+    class Positions(nn.Module):
+        def __init__(self, device="its input's"):
+            super().__init__()
+            self.embedding, self.linear, self.device = nn.Embedding(16, 64), nn.Linear(64, 64), device
+
+        def forward(self, x):
+            device = x.device if self.device == "its input's" else self.device
+            places = torch.arange(x.shape[1], device=device)
+            x = x if device is None or self.device == "its input's" else x.to(device)
+            return self.linear(x + self.embedding(places))
+
+    x = torch.randn(B, 8, 64)
+    fixed, usual = capture(Positions(device), x), capture(Positions(), x)
+    assert not fixed.untraced
+    assert (fixed.fused, fixed.loops) == (usual.fused, usual.loops)
