@@ -305,9 +305,13 @@ class PerfModel:
             name, rows = part
             result[rows] = self._times(name, (m[rows], n[rows], k[rows], groups[rows]))
 
-        # Each kernel's files are read once before two threads may ask for them; a few rows wait for the reading alone.
+        # Each kernel's files are read once before two threads may ask for them.
         names = dict.fromkeys(name for name, _ in parts)
-        if len(kernels) < _MANY_ROWS and len(names.keys() - self._loaded) < THREADS:
+        if len(kernels) < _MANY_ROWS:
+            if len(unread := [name for name in names if name not in self._loaded]) >= THREADS:
+                # Reading is most of what few rows take. They themselves are too little work to be shared.
+                with ThreadPoolExecutor(THREADS) as pool:
+                    list(pool.map(self.learned, unread))
             for part in parts:
                 fill(part)
         else:
