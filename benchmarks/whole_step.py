@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from loka_sim.calibration import HOST
 from loka_sim.dispatch.baselines import BASELINES
 from loka_sim.dispatch.candidates import operand_makers
 from loka_sim.dispatch.cost import Time
@@ -148,6 +149,7 @@ def main() -> int:
     for number, some in enumerate(sets):
         show_said(number, some, steps)
     show_called(options.validations or sorted((data_folder() / "h200" / "validations").glob("*.json")), answers)
+    show_hosts(json.loads((data_folder() / "h200" / "host_steps.json").read_text())["steps"], answers)
     return 0
 
 
@@ -223,7 +225,7 @@ def show_called(documents: Sequence[Path], answers: dict[tuple[str, int], Any]) 
         for variant in document["step"]["variants"]:
             name, measured = variant["name"], variant["measured_ms"]
             if name in gpu and not name.startswith("decision"):
-                ends = as_called(answers[model, batch][0], name, gpu[name])
+                ends = as_called(answers[model, batch][0], name, gpu[name], document["step"].get(HOST))
                 errors.append(ends[0] / measured)
                 inside.append(holds(ends, measured))
                 line = f"{model:24s}{batch:6d}  {name:18s}{measured:9.3f}{ends[0]:10.3f}{errors[-1] - 1:+8.1%}"
@@ -238,13 +240,28 @@ def show_called(documents: Sequence[Path], answers: dict[tuple[str, int], Any]) 
     print(f"given the bf16 step of the same run: mean {statistics.mean(sizes):.1%}, worst {max(sizes):.1%} of {len(sizes)}")
 
 
-def as_called(answer: WhatIf, variant: str, graph_ms: Sequence[float]) -> tuple[float, ...]:
+def show_hosts(steps: Sequence[dict[str, Any]], answers: dict[tuple[str, int], Any]) -> None:
+    """Steps as called beside the step that tells how fast the host was meanwhile: of each, its visits' medians."""
+    errors, inside = [], []
+    for step in steps:
+        model, batch, name = step["model"], step["batch"], step["variant"]
+        graph_ms = both(model, batch, answers)[name].graph_ms
+        eager, measured = (statistics.median(visit[what][1] for visit in step["visits"]) for what in ("eager", "step"))
+        ends = as_called(answers[model, batch][0], name, graph_ms, eager)
+        errors.append(1e3 * ends[0] / measured)
+        inside.append(holds(ends, measured / 1e3))
+        print(f"{model[-24:]:24s}{batch:6d}  {name:18s}{measured / 1e3:9.3f}{ends[0]:10.3f}{errors[-1] - 1:+8.1%}")
+    judge("against steps as called, given how fast the host was (the line was found with these)", errors, inside)
+
+
+def as_called(answer: WhatIf, variant: str, graph_ms: Sequence[float], host_step_us: float | None = None) -> tuple[float, ...]:
     """Milliseconds of a step that the host launches kernel by kernel, with the ends of the 90% interval.
 
     Args:
         answer: The what-if.
         variant: Way of running it.
         graph_ms: What the GPU takes, where that is longer.
+        host_step_us: How fast the host was, see `hil.host.step_us`.
     """
     found = answer.converted
     if variant != "decision":
@@ -253,9 +270,8 @@ def as_called(answer: WhatIf, variant: str, graph_ms: Sequence[float]) -> tuple[
         shapes = [site.shape for site in answer.sites]
         makers = [operand_makers(shape, assignment) for shape, assignment in zip(shapes, assignments, strict=True)]
         found = converted(answer.spec, fused.load().hardware, shapes, assignments, makers, RECIPE)
-    # The loss is what the line was found with, too: one of a few kernels.
-    launched = sum(len(site.passes) for site in answer.sites) + TABLE_LAUNCHES * len(answer.spec.tables)
-    host = called(answer.others if found is None else found.others, launched)
+    tables = TABLE_LAUNCHES * len(answer.spec.tables)
+    host = called(answer.spec, answer.others if found is None else found.others, tables, host_step_us)
     return tuple(max(end / 1e3, ms) for end, ms in zip(host, graph_ms, strict=True))
 
 

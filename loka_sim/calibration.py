@@ -22,6 +22,8 @@ from loka_sim.files import write_text_atomic
 SCHEMA_VERSION = 1
 KIND = "loka-sim/calibration"
 MANIFEST, NUMERICS = "manifest.json", "numerics.json"
+HOST = "host_step_us"
+"""Of a machine's fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,12 @@ class Calibration:
     hardware: str
     machine: Mapping[str, Any]
     mere_factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    @property
+    def host_step_us(self) -> float | None:
+        """Microseconds that its host took for the step that tells a host's speed (`hil.host.step_us`); None in older ones."""
+        found = self.machine.get(HOST)
+        return float(found) if isinstance(found, int | float) and not isinstance(found, bool) and 0 < found < 1e6 else None
 
 
 def load(path: str | Path) -> Calibration:

@@ -124,12 +124,13 @@ def collect(out: str | Path, *, minutes: float = 28.0, name: str | None = None, 
     require_gpu()
     import torch
 
+    from hil import host
     from hil.fingerprint import fingerprint
 
     def left(share: float = 1.0) -> float:
         return 60 * minutes * share - (time.monotonic() - started)
 
-    machine = fingerprint()
+    machine = {**fingerprint(), calibration.HOST: host.step_us()}
     hardware = name or _slug(machine["gpu"])
     major, minor = machine["capability"].split(".")
     related = _related((int(major), int(minor)))

@@ -140,9 +140,8 @@ def _step(answer: WhatIf) -> Iterable[Statement]:
     if answer.others:
         yield "note", (f"{dense} Whole: every kernel of the compiled forward and backward as one CUDA graph, in bf16 but for "
                        "what FP8 takes; tables' rows updated in place; update with AdamW in bf16.")  # fmt: skip
-        gemms = sum(len(site.passes) for site in answer.sites)
         launched = answer.others if answer.converted is None else answer.converted.others
-        whole, host = answer.decision.whole, called(launched, gemms)
+        whole, host = answer.decision.whole, called(answer.spec, launched, host_step_us=answer.host_step_us)
         if whole is not None and host.us > whole.us:
             yield "warning", ("Without a CUDA graph the host is the bound: it launches the step's kernels in some "
                               f"{host.us:,.0f} us ({host.low_us:,.0f} to {host.high_us:,.0f}, as busy as it is), the GPU runs "

@@ -141,6 +141,7 @@ class WhatIf:
         others: What the step holds beside the sites' GEMMs; nothing where the specification does not say.
         converted: The same of the step as decided, its quantization among them; None where it is not known.
         runs: What runs the decision, and its launches' times then; None for these alone.
+        host_step_us: How fast the calibration's host is, see `host_time.called`; None where that is not known.
     """
 
     settings: Settings
@@ -156,6 +157,7 @@ class WhatIf:
     others: tuple[Other, ...] = ()
     converted: Converted | None = None
     runs: Runs | None = None
+    host_step_us: float | None = None
 
     @property
     def run(self) -> Times:
@@ -285,7 +287,7 @@ def whatif(
     steps, fp8 = model_steps(spec, costs, sites, decider, torch, others, timing, runs)
     return WhatIf(
         settings, spec, _hardware(timing), known, sites, steps, exchanged, times, decider.toolbox, parallel, others, fp8,
-        runs["decision"],
+        runs["decision"], None if measured is None else measured.host_step_us,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import loka_sim
+from loka_sim.calibration import HOST
 from loka_sim.dispatch.cost import Time
 from loka_sim.files import write_text_atomic
 from loka_sim.host_time import called
@@ -134,7 +135,7 @@ def step_part(step: dict[str, Any] | None, before: WhatIf, after: WhatIf, rows: 
     Where the host is the bound, steps are compared as CUDA graphs.
 
     Args:
-        step: Medians as launched kernel by kernel, and as graphs where they were made; and a note.
+        step: Medians as launched kernel by kernel, and as graphs where they were made; how fast the host was; and a note.
         before: The what-if by the shipped models.
         after: By the refined ones.
         rows: Most rows of an embedding table as it was run.
@@ -145,8 +146,9 @@ def step_part(step: dict[str, Any] | None, before: WhatIf, after: WhatIf, rows: 
     answers = {"before": before, "after": after}
     beside = {when: _around_us(answer, rows) for when, answer in answers.items()}
     predicted = {when: _speedups(answer, beside[when]) for when, answer in answers.items()}
-    gemms, tables = sum(len(site.passes) for site in after.sites), TABLE_LAUNCHES * len(after.spec.tables)
-    whole, calls_us = after.steps[0].whole, called(after.others, gemms + tables).us
+    host_step_us, tables = step.get(HOST), TABLE_LAUNCHES * len(after.spec.tables)
+    calls_us = called(after.spec, after.others, tables, host_step_us or after.host_step_us).us
+    whole = after.steps[0].whole
     bound = whole is not None and calls_us > whole.us
     graphs = step.get("graphs") or {}
     of_graphs = bound and "bf16" in graphs
@@ -183,7 +185,7 @@ def step_part(step: dict[str, Any] | None, before: WhatIf, after: WhatIf, rows: 
     predicted_ms = None if whole is None else (whole.us + beside["after"]) / 1e3
     return {
         "variants": variants, "predicted_bf16_ms": predicted_ms, "host_bound": bound, "graphs": of_graphs,
-        "note": "; ".join(notes) or None,
+        HOST: host_step_us, "note": "; ".join(notes) or None,
     }  # fmt: skip
 
 

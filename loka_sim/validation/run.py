@@ -63,10 +63,11 @@ class Validation:
         """Measure, compare, refine, decide again, write; the document."""
         import torch
 
+        from hil import host
         from hil.fingerprint import fingerprint
 
         torch.set_num_threads(min(torch.get_num_threads(), measuring.MOST_THREADS))
-        machine = fingerprint()
+        machine = {**fingerprint(), calibration.HOST: host.step_us()}
         self._claim(machine)
         model = self._runnable()
         observed = _Later(lambda stop: self._observe(model, stop)) if model and not self._left("tensors") else None
@@ -320,7 +321,8 @@ class Validation:
         assert stepper is not None  # or there would be a result already
         found = stepper.result(max(self.budget.left(), 0.0) + OVERTIME * 60 * self.request.minutes)
         note = "; ".join(found["left_out"]) or None
-        return {"medians": found["medians"], "graphs": found["graphs"], "note": note, "complete": not note}
+        known = {name: found.get(name) for name in ("medians", "graphs", calibration.HOST)}
+        return {**known, "note": note, "complete": not note}
 
 
 class _Later:

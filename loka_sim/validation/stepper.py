@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from loka_sim.calibration import HOST
 from loka_sim.errors import LokaSimError
 from loka_sim.files import write_text_atomic
 from loka_sim.validation.measuring import Child, read_json
@@ -131,6 +132,7 @@ class Variants:
         self.steps: dict[str, Callable[[], None]] = {}
         self.medians: dict[str, dict[str, float]] = {}
         self.graphs: dict[str, dict[str, float]] = {}
+        self.host_step_us: float | None = None
         self.left_out: list[str] = []
         self.slowest = 0.0
 
@@ -188,9 +190,11 @@ class Variants:
             print(f"  step, {name}: compiled in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
     def _time(self, turns: int) -> None:
+        from hil import host
         from loka_sim.validation.step_time import quantiles, time_steps
 
         with self.lock:
+            self.host_step_us = host.step_us()
             self.medians = {name: quantiles(values) for name, values in time_steps(self.steps, turns).items()}
         self._write(turns)
 
@@ -209,7 +213,9 @@ class Variants:
             self._write(TURNS)
 
     def _write(self, turns: int) -> None:
-        found = {"medians": self.medians, "graphs": self.graphs, "left_out": self.left_out, "turns": turns}
+        found = {
+            "medians": self.medians, "graphs": self.graphs, HOST: self.host_step_us, "left_out": self.left_out, "turns": turns
+        }  # fmt: skip
         write_text_atomic(self.folder / RESULT, json.dumps(found) + "\n")
 
 

@@ -29,6 +29,7 @@ from perfmodel.model import choice_file
 MACHINE = {
     "gpu": "NVIDIA H100 80GB HBM3", "capability": "9.0", "l2_bytes": 50 * 2**20, "multiprocessors": 132, "memory_bytes": 85e9,
 }  # fmt: skip
+HOST_US = 4321.0
 SLOWER = {"gemm": 1.1, "batched_gemm": 1.1, "quantize": 1.4, "layout": 1.4, "pointwise": 1.4}
 
 
@@ -104,8 +105,10 @@ def on(machine, monkeypatch, capability="9.0"):
     import torch
 
     import hil.fingerprint
+    import hil.host
 
     monkeypatch.setattr(hil.fingerprint, "fingerprint", lambda: {**MACHINE, "capability": capability})
+    monkeypatch.setattr(hil.host, "step_us", lambda: HOST_US)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: machine.gpus)
     monkeypatch.setattr(collection, "require_gpu", lambda: None)
     monkeypatch.setattr(measuring, "Sweeps", machine)
@@ -139,6 +142,7 @@ def test_a_short_one_corrects_a_related_gpu(short):
     assert "of torch's kernels have fewer than 60 rows" in said
     assert "collectives" not in said
     assert json.loads((folder / "manifest.json").read_text())["hardware"] == "h100-80gb-hbm3"
+    assert calibration.load(folder).host_step_us == HOST_US
 
 
 def test_its_times_are_the_machines(short):

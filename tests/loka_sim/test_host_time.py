@@ -1,10 +1,15 @@
 """What a host takes to launch a step: what it launches, counted, and times held to steps as they were called on H200s."""
 
+import json
+
 import pytest
 
-from loka_sim.host_time import CALL_US, STEP_CALL_US, called
+from loka_sim.host_time import LAUNCH, STEP, USUAL_US, called
 from loka_sim.whatif import whatif
-from loka_sim.whole_step import launched
+from loka_sim.whole_step import TABLE_LAUNCHES, batched_products, launched
+from perfmodel.data_folder import data_folder
+
+STEPS = json.loads((data_folder() / "h200" / "host_steps.json").read_text())["steps"]
 
 
 @pytest.mark.parametrize(("model", "slower"), [("interformer-small", "uneven"), ("dcnv2", "scatter")])
@@ -15,4 +20,24 @@ def test_a_host_launches_every_stage_of_every_kernel_and_nothing_for_what_is_non
     number = launched(answer.spec.fused, answer.spec.batch)
     assert number > sum(kernel.count for kernel in answer.spec.fused)
     assert {other.kind for other in answer.others if other.launches == 0} == {"gap", slower}
-    assert called(answer.others, gemms).us == pytest.approx(STEP_CALL_US + CALL_US * (gemms + number))
+    number += gemms + batched_products(answer.spec)
+    assert called(answer.spec, answer.others).us == pytest.approx(USUAL_US * (STEP + LAUNCH * number))
+    assert called(answer.spec, answer.others, 7, 5000.0).us == pytest.approx(5000 * (STEP + LAUNCH * (number + 7)))
+
+
+@pytest.mark.parametrize("step", [step for step in STEPS if step["variant"] == "bf16" and ":" not in step["model"]],
+                         ids=lambda step: step["model"])  # fmt: skip
+def test_steps_as_called_given_how_fast_the_host_was(step):
+    """Each visit's step on an H200's host, within the interval and a tenth; without the host's speed a wider one holds it."""
+    answer = whatif(step["model"], batch=step["batch"])
+    tables = TABLE_LAUNCHES * len(answer.spec.tables)
+    unknown = called(answer.spec, answer.others, tables)
+    off = []
+    for visit in step["visits"]:
+        measured, eager = visit["step"][1], visit["eager"][1]
+        found = called(answer.spec, answer.others, tables, eager)
+        assert found.low_us <= measured <= found.high_us
+        assert unknown.low_us <= measured <= unknown.high_us
+        assert found.high_us / found.low_us < unknown.high_us / unknown.low_us
+        off.append(found.us / measured - 1)
+    assert abs(sum(off)) / len(off) < 0.1

@@ -28,6 +28,7 @@ from perfmodel.kernels import KERNELS
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no GPU")
 MACHINE = {"gpu": "Made Up 1", "driver": "1.0", "torch": "2.11.0", "capability": "9.0", "sm_mhz": 1980.0}
+HOST_US = 4321.0
 SLOWER = {"gemm": 1.2, "batched_gemm": 1.2, "quantize": 1.35, "layout": 1.3, "pointwise": 1.25}
 
 
@@ -102,8 +103,10 @@ class MadeUp:
 
 def on(machine, monkeypatch):
     import hil.fingerprint
+    import hil.host
 
     monkeypatch.setattr(hil.fingerprint, "fingerprint", lambda: dict(MACHINE))
+    monkeypatch.setattr(hil.host, "step_us", lambda: HOST_US)
     monkeypatch.setattr(validation, "require_gpu", lambda: None)
     monkeypatch.setattr(measuring, "Sweeps", machine)
     monkeypatch.setattr(measuring, "run", machine.run)
