@@ -70,11 +70,14 @@ def load(path: str | Path) -> Calibration:
     hardware = manifest.get("hardware")
     if not isinstance(hardware, str):
         raise DataError(f"{path / MANIFEST}: hardware is missing; {mend}")
+    machine = manifest.get("machine") or {}
+    if not isinstance(machine, dict):
+        raise DataError(f"{path / MANIFEST}: machine is no table of what was measured on; {mend}")
     factors = _read(path / NUMERICS).get("mere_factors") if (path / NUMERICS).is_file() else {}
     if not _are_factors(factors):
         raise DataError(f"{path / NUMERICS}: mere_factors is no table of kernel, pass and positive factor; {mend}")
     assert isinstance(factors, dict)
-    return Calibration(path, hardware, manifest.get("machine") or {}, factors)
+    return Calibration(path, hardware, machine, factors)
 
 
 def save_manifest(

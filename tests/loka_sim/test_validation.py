@@ -531,6 +531,11 @@ def test_the_verdict_names_what_is_outside():
         ({"manifest.json": '{"kind": "loka-sim/run"}'}, UserError, "is a loka-sim/run"),
         ({"manifest.json": '{"kind": "loka-sim/calibration", "schema_version": 9}'}, DataError, "schema_version 9"),
         (
+            {"manifest.json": '{"kind": "loka-sim/calibration", "schema_version": 1, "hardware": "h200", "machine": "mine"}'},
+            DataError,
+            "machine is no table",
+        ),
+        (
             {
                 "manifest.json": '{"kind": "loka-sim/calibration", "schema_version": 1, "hardware": "h200"}',
                 "numerics.json": '{"mere_factors": {"torch/bf16": {"output": -1}}}',
