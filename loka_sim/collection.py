@@ -124,19 +124,19 @@ def collect(out: str | Path, *, minutes: float = 28.0, name: str | None = None, 
     require_gpu()
     import torch
 
-    from hil import host
     from hil.fingerprint import fingerprint
 
     def left(share: float = 1.0) -> float:
         return 60 * minutes * share - (time.monotonic() - started)
 
-    machine = {**fingerprint(), calibration.HOST: host.step_us()}
+    machine = fingerprint()
     hardware = name or _slug(machine["gpu"])
     major, minor = machine["capability"].split(".")
     related = _related((int(major), int(minor)))
     gpus = torch.cuda.device_count()
     shares = Shares.of(minutes, gpus, related is not None)
     timings.mkdir(parents=True, exist_ok=True)
+    machine[calibration.HOST] = measuring.host_step_us(timings)
     # Each process holds operands and results of its own.
     beside = max(1, min(measuring.workers(), int(machine["memory_bytes"] / PROCESS_BYTES)))
     measure(timings, shares, left, beside)

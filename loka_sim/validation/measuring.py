@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from loka_sim.calibration import HOST
 from loka_sim.errors import DataError
 from loka_sim.files import write_text_atomic
 
@@ -29,6 +30,8 @@ MOST_WORKERS = 15
 OTHERS = 4
 # Threads of one process: more wait for each other where others compile on the same cores.
 MOST_THREADS = 4
+HOST_SECONDS = 60.0
+"""Longest that the process which tells how fast the host is may take."""
 # What the processes of memory-bound kernels need to start and to compile the first of them.
 WARMING_S = 30.0
 # What a process that is past its time may take to end by itself.
@@ -119,6 +122,21 @@ def run(
     """Run a `Child` to its end, or for so many seconds; see `Child.wait`."""
     with Child(module, arguments, launcher) as child:
         return child.wait(accept, seconds)
+
+
+def host_step_us(folder: Path) -> float | None:
+    """Microseconds of `hil.host.step_us`; None where there is no figure.
+
+    A process of its own measures it and ends: while one more holds the GPU, what others time seems shorter.
+
+    Args:
+        folder: Where the process leaves what it found.
+    """
+    path = folder / "host.json"
+    path.unlink(missing_ok=True)
+    run("hil.host", ["--out", str(path)], accept=(0, 1, 3), seconds=HOST_SECONDS)
+    found = (read_json(path) or {}).get(HOST)
+    return float(found) if isinstance(found, float) else None
 
 
 def workers() -> int:

@@ -63,12 +63,12 @@ class Validation:
         """Measure, compare, refine, decide again, write; the document."""
         import torch
 
-        from hil import host
         from hil.fingerprint import fingerprint
 
         torch.set_num_threads(min(torch.get_num_threads(), measuring.MOST_THREADS))
-        machine = {**fingerprint(), calibration.HOST: host.step_us()}
+        machine = fingerprint()
         self._claim(machine)
+        machine[calibration.HOST] = measuring.host_step_us(self.folder)
         model = self._runnable()
         observed = _Later(lambda stop: self._observe(model, stop)) if model and not self._left("tensors") else None
         stepper = None

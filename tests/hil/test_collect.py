@@ -84,7 +84,7 @@ def test_shapes_that_are_none_are_refused_in_one_line(tmp_path, capsys, text, me
 
 
 @pytest.mark.parametrize(
-    "name", ["choices", "collect", "collectives", "exactness", "fused", "fused_table", "launches", "optimizers"]
+    "name", ["choices", "collect", "collectives", "exactness", "fused", "fused_table", "host", "launches", "optimizers"]
 )
 def test_a_wrong_command_line_is_answered_in_one_line(monkeypatch, capsys, name):
     module = importlib.import_module(f"hil.{name}")

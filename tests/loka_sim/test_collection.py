@@ -105,10 +105,9 @@ def on(machine, monkeypatch, capability="9.0"):
     import torch
 
     import hil.fingerprint
-    import hil.host
 
     monkeypatch.setattr(hil.fingerprint, "fingerprint", lambda: {**MACHINE, "capability": capability})
-    monkeypatch.setattr(hil.host, "step_us", lambda: HOST_US)
+    monkeypatch.setattr(measuring, "host_step_us", lambda folder: HOST_US)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: machine.gpus)
     monkeypatch.setattr(collection, "require_gpu", lambda: None)
     monkeypatch.setattr(measuring, "Sweeps", machine)

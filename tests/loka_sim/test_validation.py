@@ -103,10 +103,9 @@ class MadeUp:
 
 def on(machine, monkeypatch):
     import hil.fingerprint
-    import hil.host
 
     monkeypatch.setattr(hil.fingerprint, "fingerprint", lambda: dict(MACHINE))
-    monkeypatch.setattr(hil.host, "step_us", lambda: HOST_US)
+    monkeypatch.setattr(measuring, "host_step_us", lambda folder: HOST_US)
     monkeypatch.setattr(validation, "require_gpu", lambda: None)
     monkeypatch.setattr(measuring, "Sweeps", machine)
     monkeypatch.setattr(measuring, "run", machine.run)

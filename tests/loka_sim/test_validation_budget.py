@@ -86,6 +86,20 @@ def test_when_a_stage_ends_if_all_take_their_shares():
     assert budget.until("c") == 0
 
 
+def test_how_fast_the_host_is_comes_from_a_process_that_has_ended(tmp_path, monkeypatch):
+    """Without a GPU there is no figure, and one that an earlier run left is none."""
+    (tmp_path / "host.json").write_text('{"host_step_us": 1.0}')
+    found = measuring.host_step_us(tmp_path)
+    assert found is None if not torch.cuda.is_available() else 1000 < found < 100_000
+
+    def wrote(module, arguments, **kwargs):
+        assert (module, arguments[0]) == ("hil.host", "--out")
+        Path(arguments[1]).write_text('{"host_step_us": 4321.5}')
+
+    monkeypatch.setattr(measuring, "run", wrote)
+    assert measuring.host_step_us(tmp_path) == 4321.5
+
+
 def test_a_child_that_is_past_its_time_is_ended(tmp_path):
     path = tmp_path / "slow.py"
     path.write_text("import time; time.sleep(60)")
