@@ -3,8 +3,8 @@
     python -m hil.host --out FILE
 
 writes what a host takes for that step as torch runs it, `{"host_step_us": 4321.0}`. The GPU has next to nothing to do in it, so
-that its time is the host's: guards, compiled graphs, launches, GEMMs' calls, allocations, nodes of autograd, gradients kept. Hosts
-differ in these alike, so that a larger step's time goes with it.
+that its time is the host's: guards, compiled graphs, launches, GEMMs' calls, allocations, nodes of autograd, gradients kept.
+Hosts differ in these alike, so that a larger step's time goes with it.
 """
 
 from __future__ import annotations
