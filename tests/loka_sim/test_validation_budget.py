@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import hil.host
 from loka_sim.errors import DataError
 from loka_sim.validation import measuring, step_time
 from loka_sim.validation.budget import PARTS, Budget, Part
@@ -139,6 +140,7 @@ def steps(monkeypatch):
 
     monkeypatch.setattr(step_time, "graphed", graphed)
     monkeypatch.setattr(step_time, "time_steps", time_steps)
+    monkeypatch.setattr(hil.host, "step_us", lambda: 4321.0)
     return order, takes
 
 
@@ -162,7 +164,7 @@ def test_the_decision_comes_before_what_needs_none(steps, tmp_path):
     takes["seconds"] = 0.3
     found = run(tmp_path, decide=(0.1, {"sites": {}}))
     assert order == ["bf16", "decision", "filter_tensorwise", "naive_tensorwise"]
-    assert list(found["medians"]) == order and found["left_out"] == []
+    assert list(found["medians"]) == order and found["left_out"] == [] and found["host_step_us"] == 4321.0
     assert found["medians"]["decision"]["p50_ms"] == len("decision") and found["turns"] == 10
 
 
