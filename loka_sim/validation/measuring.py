@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -134,7 +134,8 @@ def host_step_us(folder: Path) -> float | None:
     """
     path = folder / "host.json"
     path.unlink(missing_ok=True)
-    run("hil.host", ["--out", str(path)], accept=(0, 1, 3), seconds=HOST_SECONDS)
+    with suppress(DataError):  # its last lines said why; nothing else hangs on it
+        run("hil.host", ["--out", str(path)], seconds=HOST_SECONDS)
     found = (read_json(path) or {}).get(HOST)
     return float(found) if isinstance(found, float) else None
 

@@ -194,7 +194,8 @@ class Variants:
         from loka_sim.validation.step_time import quantiles, time_steps
 
         with self.lock:
-            self.host_step_us = host.step_us()
+            with contextlib.suppress(RuntimeError):  # no memory left beside the steps: then it is not known
+                self.host_step_us = host.step_us()
             self.medians = {name: quantiles(values) for name, values in time_steps(self.steps, turns).items()}
         self._write(turns)
 

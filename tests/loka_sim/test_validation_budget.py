@@ -168,6 +168,15 @@ def test_the_decision_comes_before_what_needs_none(steps, tmp_path):
     assert found["medians"]["decision"]["p50_ms"] == len("decision") and found["turns"] == 10
 
 
+def test_steps_are_timed_where_the_hosts_own_finds_no_memory(steps, tmp_path, monkeypatch):
+    def full():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(hil.host, "step_us", full)
+    found = run(tmp_path, decide=(0.1, {"sites": {}}))
+    assert "decision" in found["medians"] and found["host_step_us"] is None and found["left_out"] == []
+
+
 def test_short_steps_are_timed_as_graphs_too(steps, tmp_path):
     _, takes = steps
     takes["no_graph"] = ("filter_tensorwise",)
