@@ -37,7 +37,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def check_version(path: Path, document: dict[str, Any], version: int) -> None:
     """Refuse a file of another schema version."""
     if document.get("schema_version") != version:
-        raise ValueError(f"{path} has schema version {document.get('schema_version')!r}; this loka-sim reads {version}")
+        raise ValueError(
+            f"{path} has schema version {document.get('schema_version')!r}, and this loka-sim reads {version}; "
+            "make the calibration again, or use the loka-sim that wrote it"
+        )
 
 
 def read_spec(path: Path) -> HardwareSpec:

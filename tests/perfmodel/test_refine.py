@@ -227,7 +227,7 @@ def test_bad_calibrations_are_refused_in_one_line(refinement, tmp_path):
     manifest = tmp_path / "perfmodel" / "manifest.json"
     good = manifest.read_text()
     edit(manifest, schema_version=99)
-    refused("schema version 99")
+    refused("schema version 99, and this loka-sim reads 3; make the calibration again")
     manifest.write_text(good)
     edit(manifest, hardware="h100")
     refused("made for h100, not h200")
