@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from torch import nn
+from torch import library, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from hil import operators
@@ -150,7 +150,7 @@ def test_torch_compile_keeps_the_operators_and_the_bits(mix):
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "block1x128", "block128x128"])
 def test_the_operators_say_what_they_return(scaling, form):
     operator = torch.ops.loka.quantized_both if form == "_dual" else torch.ops.loka.quantized
-    torch.library.opcheck(
+    library.opcheck(
         operator.default, (drawn(128, 256), f"loka/quantize_{scaling}{form}"), test_utils=("test_schema", "test_faketensor")
     )
 
@@ -172,7 +172,7 @@ def test_the_products_say_what_they_return(scaling):
     (a, scale_a), (b, scale_b) = (torch.ops.loka.quantized(drawn(n, K), f"loka/quantize_{scaling}") for n in (M, N))
     arguments = (a, b, scale_a, scale_b, f"loka/fp8_{scaling}_split")
     # `test_schema` compares inputs, and FP8 has no arithmetic on a CPU.
-    torch.library.opcheck(torch.ops.loka.product.default, arguments, test_utils="test_faketensor")
+    library.opcheck(torch.ops.loka.product.default, arguments, test_utils="test_faketensor")
 
 
 @interpreted
