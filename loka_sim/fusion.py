@@ -22,7 +22,7 @@ IN_REDUCTIONS = {"column_scale", "column_scale_rounded"}  # once a tile elsewher
 COUNTED = {"rescale", "rescale_rounded"}  # of several in one kernel each is computed: `rescale*2`
 NEIGHBOURS = 4  # of the readers of one buffer, how many later ones each is tried with
 ALONE = ("gemm", "external", "gather", "fill", "place")
-FIRST = ("row", "column", "scatter", "gather", "external", "fill")  # what a kernel is, if any of its loops is that
+PRECEDENCE = ("row", "column", "scatter", "gather", "external", "fill")  # the first that a loop of it is
 
 
 class RawGroup(NamedTuple):
@@ -290,7 +290,7 @@ def _measured(lowered: Lowered, loops: list[Scheduled], number: int, users: dict
         for buffer, sizes in parts.items()
     }
     kinds = {loop.kind for loop in loops}
-    kind = next((kind for kind in FIRST if kind in kinds), "pointwise")
+    kind = next((kind for kind in PRECEDENCE if kind in kinds), "pointwise")
     space = next((loop.space for loop in loops if loop.kind == kind), loops[0].space)
     if kinds >= {"row", "column"}:
         kind = BOTH

@@ -17,11 +17,11 @@ from loka_sim.whole_step import Other, batched_products
 # eight models, three visits each (`python benchmarks/host_steps.py`, data/h200/host_steps.json). With the kind of model left out
 # visits are 6.1% off on average, 90% of them within 14%; in microseconds by one figure for all 10.7%.
 STEP, LAUNCH = 0.1515, 0.00518
-NEAR = 0.86, 1.16
+KNOWN_HOST = 0.86, 1.16
 # What the small network took on hosts where that was not measured, by 42 steps as called (data/h200/step_profiles.json):
 # 90% of them took 0.80 to 1.31 times as long, busy hosts 1.55 times. All of one kind of CPU (Intel Xeon, 16 to 64 virtual cores).
 USUAL_US = 4700.0
-FAR = 0.80, 1.55
+ANY_HOST = 0.80, 1.55
 
 
 def called(spec: ModelSpec, found: Iterable[Other], more: int = 0, host_step_us: float | None = None) -> Time:
@@ -38,5 +38,5 @@ def called(spec: ModelSpec, found: Iterable[Other], more: int = 0, host_step_us:
     # A batched product has a node of its own before it.
     number += sum(len(site.passes) for site in spec.sites) + batched_products(spec)
     us = (USUAL_US if host_step_us is None else host_step_us) * (STEP + LAUNCH * number)
-    low, high = FAR if host_step_us is None else NEAR
+    low, high = ANY_HOST if host_step_us is None else KNOWN_HOST
     return Time(us, low * us, high * us)

@@ -36,9 +36,8 @@ def resolve_model(text: str) -> ModelSpec:
         DataError: the package's data are missing.
     """
     names = zoo_names()
-    for name in (text, f"{text}-production"):
-        if name in names:
-            return modelspec.load(names[name], shipped=True)
+    if (shipped := _of_zoo(text, names)) is not None:
+        return modelspec.load(shipped, shipped=True)
     path = Path(text)
     if path.suffix == ".py":
         module = path.stem if path.is_absolute() else ".".join(path.with_suffix("").parts)
@@ -72,10 +71,13 @@ def zoo_with_mods(text: str) -> ModelSpec | None:
     Raises:
         DataError: the package's data are missing or damaged.
     """
-    names = zoo_names()
-    found = next((names[name] for name in (text, f"{text}-production") if name in names), None)
-    path = None if found is None else found.with_name(f"{found.stem}{WITH_MODS}.json")
-    return None if path is None else modelspec.load(path, shipped=True)
+    found = _of_zoo(text, zoo_names())
+    return None if found is None else modelspec.load(found.with_name(f"{found.stem}{WITH_MODS}.json"), shipped=True)
+
+
+def _of_zoo(text: str, names: dict[str, Path]) -> Path | None:
+    """The zoo's file that `text` names: a bare name is the production size."""
+    return names.get(text) or names.get(f"{text}-production")
 
 
 @contextlib.contextmanager
