@@ -182,6 +182,7 @@ def rounds(jobs: list[tuple[str, Path, subprocess.Popen[bytes]]], begun: float, 
 def write(options: argparse.Namespace, folders: list[Path]) -> None:
     """Everything that was measured, in one file."""
     from benchmarks.host_times import machine
+    from hil.files import write_atomic
     from hil.fingerprint import fingerprint
 
     steps = [json.loads((folder / "result.json").read_text()) for folder in folders if (folder / "result.json").exists()]
@@ -189,7 +190,8 @@ def write(options: argparse.Namespace, folders: list[Path]) -> None:
         "schema_version": 1, "command": shlex.join(["python", "benchmarks/host_steps.py", *sys.argv[1:]]),
         "machine": {**fingerprint(), **machine()}, "steps": steps,
     }  # fmt: skip
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
+    text = json.dumps(document, indent=1) + "\n"
+    write_atomic(options.out, lambda path: path.write_text(text))
     print(f"{len(steps)} steps in {options.out}", flush=True)
 
 
