@@ -3,6 +3,7 @@
     python benchmarks/step_profile.py wukong-production --batch 2048 --out profiles
     python benchmarks/step_profile.py dlrm --variant filter_tensorwise
     python benchmarks/step_profile.py benchmarks.other_widths:dlrm
+    python benchmarks/step_profile.py wukong-production+mods        # with all Mods
 
 Forward and backward of the model as `loka-sim validate` runs it (bf16, tables cut to 10,000 rows), the step timed as it
 is called and as one CUDA graph, then profiled. Writes `MODEL-BATCH-VARIANT.json`: step times, a row per kernel name
@@ -29,6 +30,7 @@ import torch._inductor.config
 from benchmarks.host_times import host_times
 from hil.compiled import Kernel, kernel_launches, recorded
 from hil.fingerprint import fingerprint
+from loka_sim.mods import MODS
 from loka_sim.validation.runnable import Runnable, runnable
 from loka_sim.validation.step_time import (
     Convert,
@@ -117,7 +119,7 @@ def wait(file: Path) -> None:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", help="zoo model, or package.module:function, which has a batch of its own")
+    parser.add_argument("model", help="zoo model, with +mods behind it for all Mods, or package.module:function, which has a batch of its own")
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--variant", default="bf16", help="bf16, naive_tensorwise, filter_tensorwise, ... (needs torchao)")
     parser.add_argument("--table", type=Path, help="dispatch table, for `--variant decision` (needs torchao)")
@@ -127,9 +129,10 @@ def main() -> int:
     parser.add_argument("--wait", type=Path, metavar="FILE", help="write FILE when compiled, and measure when it is gone")
     options = parser.parse_args()
     torch._dynamo.config.recompile_limit = 512
-    model = runnable(options.model, options.batch, ())
+    asked, modified, _ = options.model.partition("+mods")
+    model = runnable(asked, options.batch, MODS if modified else ())
     assert model is not None, "a zoo model or a function"
-    name = model.zoo or options.model
+    name = (model.zoo or asked) + modified
     batch = int(model.inputs()[0].shape[0])
     convert = converter(options.variant, options.table)
     started = time.monotonic()
