@@ -2,6 +2,7 @@
 
     python benchmarks/whole_step.py                         # of data/h200/step_profiles.json
     python benchmarks/whole_step.py --add profiles/*.json   # takes in what benchmarks/step_profile.py wrote
+    python benchmarks/whole_step.py --hardware h100 --steps FILE --add profiles/*.json   # steps of another GPU, and those alone
     python benchmarks/whole_step.py --predict dlrm-production:4096:bf16 --about "before a change"   # writes it down
 
 Forward and backward as measured there: one CUDA graph, tables cut to 10,000 rows, their gradients dense, a log loss behind the
@@ -36,6 +37,7 @@ from loka_sim.whatif import WhatIf, whatif
 from loka_sim.whole_step import TABLE_LAUNCHES, by_kind, log_loss, others, table_gradient
 from perfmodel import fused
 from perfmodel.data_folder import data_folder
+from perfmodel.hardware import DEFAULT, available
 
 KEPT = ("model", "batch", "variant", "command", "step_ms", "graph_ms", "kernels_ms", "by_kind_us")
 
@@ -63,22 +65,23 @@ class Predicted(NamedTuple):
 
 def around(answer: WhatIf) -> tuple[dict[str, Time], float]:
     """What the loss and dense gradients of a model's tables add to a step: by kind, and microseconds of gaps between kernels."""
-    times = fused.load()
+    times = fused.load(answer.settings.hardware)
     more = [*table_gradient(answer.spec.tables, TABLE_ROWS), *log_loss()]
     gap_us = sum(kernel.count for kernel in more) * (times.in_step.gap_us if times.in_step else 0.0)
     return by_kind(others(more, answer.spec.batch, times)), gap_us
 
 
-def both(model: str, batch: int, answers: dict[tuple[str, int], Any]) -> dict[str, Predicted]:
+def both(model: str, batch: int, answers: dict[tuple[str, int], Any], hardware: str = DEFAULT) -> dict[str, Predicted]:
     """Every variant of a model's measured step: the sum of its kernels, and its CUDA graph.
 
     Args:
         model: As a what-if takes it.
         batch: Samples.
         answers: By model and batch the what-if, and what `around` says; what is not there is added.
+        hardware: Whose times to predict by.
     """
     if (model, batch) not in answers:
-        answer: WhatIf = whatif(model, batch=batch)
+        answer: WhatIf = whatif(model, batch=batch, hardware=hardware)
         answers[model, batch] = answer, *around(answer)
     answer, beside, gap_us = answers[model, batch]
     result = {}
@@ -133,19 +136,23 @@ def main() -> int:
     parser.add_argument("--add", type=Path, nargs="+", default=[])
     parser.add_argument("--predict", nargs="+", metavar="MODEL:BATCH:VARIANT", default=[])
     parser.add_argument("--about", default="", help="of a set of predictions")
-    parser.add_argument("--steps", type=Path, default=data_folder() / "h200" / "step_profiles.json")
+    parser.add_argument("--hardware", default=DEFAULT, choices=available(), help=f"whose times (default: {DEFAULT})")
+    parser.add_argument("--steps", type=Path, help="measured on that hardware (default: its step_profiles.json)")
     parser.add_argument("--predictions", type=Path, default=data_folder() / "h200" / "step_predictions.json")
     parser.add_argument("--validations", type=Path, nargs="+", default=[], help="documents of loka-sim validate")
     options = parser.parse_args()
     if options.predict:
         predict(options.predictions, options.about, options.predict)
         return 0
+    measured = options.steps or data_folder() / options.hardware / "step_profiles.json"
     if options.add:
-        add(options.steps, options.add)
-    steps = json.loads(options.steps.read_text())["steps"]
-    sets = json.loads(options.predictions.read_text())["sets"]
+        add(measured, options.add)
+    steps = json.loads(measured.read_text())["steps"]
     answers: dict[tuple[str, int], Any] = {}
-    show_steps(steps, answers)
+    show_steps(steps, answers, options.hardware)
+    if options.hardware != DEFAULT:
+        return 0
+    sets = json.loads(options.predictions.read_text())["sets"]
     for number, some in enumerate(sets):
         show_said(number, some, steps)
     show_called(options.validations or sorted((data_folder() / "h200" / "validations").glob("*.json")), answers)
@@ -153,13 +160,13 @@ def main() -> int:
     return 0
 
 
-def show_steps(steps: Sequence[dict[str, Any]], answers: dict[tuple[str, int], Any]) -> None:
-    """Every measured step beside what is predicted of it now."""
+def show_steps(steps: Sequence[dict[str, Any]], answers: dict[tuple[str, int], Any], hardware: str = DEFAULT) -> None:
+    """Every step measured on a hardware beside what is predicted of it now."""
     head = f"{'kernels':>9s}{'predicted':>10s}{'90%':>20s}{'off':>8s}{'graph':>9s}{'predicted':>10s}{'off':>8s}  speedup"
     print(f"{'model':24s}{'batch':>6s}  {'variant':18s}{head}")
     ratios, inside, walls, held, signs, sure = [], [], [], [], [], []
     for step in steps:
-        found = both(step["model"], step["batch"], answers)
+        found = both(step["model"], step["batch"], answers, hardware)
         (us, low, high), graph = found[step["variant"]]
         measured = step["kernels_ms"]
         ratios.append(us / measured)
@@ -269,7 +276,7 @@ def as_called(answer: WhatIf, variant: str, graph_ms: Sequence[float], host_step
         assignments = [baseline.assignment(site.site, site.shape) for site in answer.sites]
         shapes = [site.shape for site in answer.sites]
         makers = [operand_makers(shape, assignment) for shape, assignment in zip(shapes, assignments, strict=True)]
-        found = converted(answer.spec, fused.load().hardware, shapes, assignments, makers, RECIPE)
+        found = converted(answer.spec, fused.load(answer.settings.hardware).hardware, shapes, assignments, makers, RECIPE)
     tables = TABLE_LAUNCHES * len(answer.spec.tables)
     host = called(answer.spec, answer.others if found is None else found.others, tables, host_step_us)
     return tuple(max(end / 1e3, ms) for end, ms in zip(host, graph_ms, strict=True))

@@ -34,12 +34,13 @@ import pandas as pd
 
 from hil.command import Parser
 from hil.files import write_atomic
+from hil.fingerprint import shipped
 from hil.kernels.base import Shape
 from hil.launches import drawn, takes
 from hil.timing import BufferPool
 from perfmodel.choice import PARTS, Choice, asked, parts_of
 from perfmodel.data_folder import data_folder
-from perfmodel.hardware import HardwareSpec
+from perfmodel.hardware import DEFAULT, HardwareSpec
 from perfmodel.model import choice_file
 from perfmodel.network import REACH, Network
 from perfmodel.saved import read_spec
@@ -290,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=91001)
     parser.add_argument("--workers", type=int, default=8, help="processes that ask")
     parser.add_argument("--learners", type=int, default=1, help="processes that learn, a kernel each at a time")
-    parser.add_argument("--hardware-spec", type=Path, metavar="FILE", help="of this GPU (default: data/h200/hardware.json)")
+    parser.add_argument("--hardware-spec", type=Path, metavar="FILE", help="of this GPU (default: the nearest of data/)")
     parser.add_argument(
         "--kernels", nargs="+", default=["*"], metavar="PATTERN", help=f"of {', '.join(KERNELS_ASKED)} (default: all)"
     )
@@ -308,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if absent := [str(path) for path in options.earlier if not path.is_file()]:
         parser.error(f"--earlier {' '.join(absent)} is not there")
     try:
-        spec = read_spec(options.hardware_spec or data_folder() / "h200" / "hardware.json")
+        spec = read_spec(options.hardware_spec or data_folder() / (shipped() or DEFAULT) / "hardware.json")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

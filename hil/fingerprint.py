@@ -42,6 +42,17 @@ def has_gpu() -> bool:
     return found
 
 
+def shipped() -> str | None:
+    """The hardware whose shipped data serve this machine's GPU best, by name; None without a GPU or data of any like it."""
+    import torch
+
+    from perfmodel.hardware import nearest
+
+    if not torch.cuda.is_available():
+        return None
+    return nearest(torch.cuda.get_device_capability(), gpu=torch.cuda.get_device_name())
+
+
 def fingerprint() -> dict[str, Any]:
     """GPU, driver, clocks, and the versions of everything that chooses or runs a kernel."""
     import torch

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from loka_sim.errors import UserError, expected_of_lower_floors
 from loka_sim.specfile import read
-from perfmodel.topology import MOST_GPUS, PRESETS, Cluster, from_dict
+from perfmodel.topology import MOST_GPUS, PRESETS, Cluster, from_dict, usual
 
 
 def cluster_of(named: str | Path | Cluster | None, hardware: str) -> Cluster | None:
@@ -24,7 +24,7 @@ def cluster_of(named: str | Path | Cluster | None, hardware: str) -> Cluster | N
         UserError: no such preset or file, or a field is wrong; one line with the field and the mend.
     """
     if named is None:
-        return PRESETS.get(f"hgx_{hardware}")
+        return usual(hardware)
     if isinstance(named, Cluster):
         return named
     if str(named) in PRESETS:

@@ -24,12 +24,15 @@ from loka_sim.ceilings import hardware_of
 from loka_sim.errors import DataError, UserError
 from loka_sim.files import write_text_atomic
 from loka_sim.validation import measuring, require_gpu
+from perfmodel.hardware import nearest, serving
 from perfmodel.kernels import KERNELS, library_of
+from perfmodel.saved import read_spec
 
 if TYPE_CHECKING:
     import pandas
 
     from hil.kernels.base import Shape
+    from perfmodel.hardware import HardwareSpec
     from perfmodel.model import PerfModel
     from perfmodel.refinement import Refinement
 
@@ -132,9 +135,9 @@ def collect(out: str | Path, *, minutes: float = 28.0, name: str | None = None, 
     machine = fingerprint()
     hardware = name or _slug(machine["gpu"])
     major, minor = machine["capability"].split(".")
-    related = _related((int(major), int(minor)))
+    is_related = nearest((int(major), int(minor)), gpu=machine["gpu"]) is not None
     gpus = torch.cuda.device_count()
-    shares = Shares.of(minutes, gpus, related is not None)
+    shares = Shares.of(minutes, gpus, is_related)
     timings.mkdir(parents=True, exist_ok=True)
     machine[calibration.HOST] = measuring.host_step_us(timings)
     # Each process holds operands and results of its own.
@@ -144,6 +147,7 @@ def collect(out: str | Path, *, minutes: float = 28.0, name: str | None = None, 
     if rows.empty:
         raise DataError(f"nothing was measured within {minutes:g} minutes; give more with --minutes")
     write_text_atomic(out / HARDWARE, json.dumps(specification(out, hardware, machine, rows), indent=1) + "\n")
+    related = _related(read_spec(out / HARDWARE))
     if shares.own:
         left_out += ask(timings, out / HARDWARE, left(shares.choices), beside)
     if gpus > 1 and left(shares.collectives) > 0:
@@ -292,7 +296,7 @@ def make_model(
         out: The calibration.
         timings: Where the sweeps lie.
         rows: What they hold.
-        related: The shipped model of a GPU of the same capability; None where there is none.
+        related: The shipped model of the nearest GPU; None where there is none of the same capability.
         seconds: What a fit may take where there is a model to correct instead.
 
     Returns:
@@ -346,12 +350,11 @@ def make_model(
     return {"model": OWN, "held_out": held_out}, notes
 
 
-def _related(capability: tuple[int, int]) -> PerfModel | None:
-    """The shipped model of a GPU of this capability."""
+def _related(spec: HardwareSpec) -> PerfModel | None:
+    """The shipped model of the GPU that is nearest to this one."""
     import perfmodel
-    from perfmodel import hardware
 
-    name = next((name for name in hardware.available() if hardware.load(name).capability == capability), None)
+    name = serving(spec, "models/manifest.json")
     return None if name is None else perfmodel.load(name)
 
 

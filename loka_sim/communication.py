@@ -139,6 +139,7 @@ class Communication:
         exchange: The all-to-all of embeddings; that of their gradients is the same. None where there are no tables.
         units: Dense parameters in forward order.
         missing: Why there is no figure, in words; None where there is one.
+        like: Name of the GPU whose collectives these are, where none were measured on the job's own.
     """
 
     parallel: Parallel
@@ -147,6 +148,7 @@ class Communication:
     exchange: Collective | None = None
     units: tuple[Unit, ...] = ()
     missing: str | None = None
+    like: str | None = None
 
     @property
     def calls(self) -> tuple[Collective, ...]:
@@ -199,7 +201,7 @@ def communication(spec: ModelSpec, parallel: Parallel, timing: PerfModel) -> Com
         Unit(sites, size, known[gather] if gather else None, tuple(known[call] for call in reduce))
         for (sites, size), (gather, reduce) in zip(units, calls, strict=True)
     )
-    return Communication(parallel, embeddings, dense, known[exchange[0]] if exchange else None, made)
+    return Communication(parallel, embeddings, dense, known[exchange[0]] if exchange else None, made, like=model.like)
 
 
 def _exchange(spec: ModelSpec, parallel: Parallel, size: int, model: CollectiveModel) -> Call:

@@ -16,6 +16,7 @@ from loka_sim.dispatch.operands import DEFAULT_LIBRARIES
 from loka_sim.dispatch.steps import Step
 from loka_sim.statements import statements
 from loka_sim.step_document import communication_document
+from perfmodel.hardware import DEFAULT
 from perfmodel.kernels import KERNELS
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def command(settings: Settings) -> list[str]:
     words = ["loka-sim", "whatif", settings.model, "--batch", str(settings.batch)]
     for option, value, default in (
         ("--gpus", settings.gpus, 1),
-        ("--hardware", settings.hardware, "h200"),
+        ("--hardware", settings.hardware, DEFAULT),
         ("--statistics", settings.statistics, None),
         ("--mods", ",".join(settings.mods), ""),
         ("--max-mere", settings.max_mere, 0.2),
@@ -134,7 +135,8 @@ def next_command(answer: WhatIf) -> str:
         settings = answer.settings
         name = re.sub(r"[^\w.-]+", "-", answer.spec.name).strip("-.") or "model"
         gpus = [f"{settings.gpus}gpus"] if settings.gpus > 1 else []
-        return shlex.join([*words, "--out", "runs/" + "-".join([name, str(settings.batch), *settings.mods, *gpus])])
+        where = [settings.hardware] if settings.hardware != DEFAULT else []
+        return shlex.join([*words, "--out", "runs/" + "-".join([name, str(settings.batch), *settings.mods, *where, *gpus])])
     words[words.index("--batch") + 1] = str(answer.settings.batch * 4)
     return shlex.join(words)
 

@@ -12,6 +12,7 @@ from loka_sim.dispatch.operands import DEFAULT_LIBRARIES
 from loka_sim.dispatch.steps import torch_makes
 from loka_sim.dispatch.torchao_plan import convertible
 from loka_sim.host_time import called
+from loka_sim.report.words import hardware as written
 from loka_sim.step_document import in_words
 from loka_sim.whole_step import by_kind
 from perfmodel.kernels import KERNELS, LIBRARIES, library_of
@@ -146,6 +147,11 @@ def _step(answer: WhatIf) -> Iterable[Statement]:
             yield "warning", ("Without a CUDA graph the host is the bound: it launches the step's kernels in some "
                               f"{host.us:,.0f} us ({host.low_us:,.0f} to {host.high_us:,.0f}, as busy as it is), the GPU runs "
                               "them in less, and no kernel's gain is seen.")  # fmt: skip
+        here = written(answer.hardware["name"])
+        for name, parts in answer.borrowed.items():
+            there = written(name)
+            yield "note", (f"Not measured on the {here}: {', '.join(parts)}. They are the {there}'s, and where memory "
+                           "is the bound in the ratio of the two bandwidths.")  # fmt: skip
         unknown = [other for other in answer.others if not other.measured]
         if unknown:
             labels = ", ".join(dict.fromkeys(other.label for other in unknown))

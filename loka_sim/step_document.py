@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import loka_sim
 from loka_sim.communication import Communication, describe
 from loka_sim.files import write_bytes_atomic
+from loka_sim.report.words import hardware as written
 from loka_sim.step_plan import BF16, DECISION
 from perfmodel.timeline import COMPUTE, Timeline
 from perfmodel.trace import chrome_trace
@@ -97,10 +98,11 @@ def in_words(found: Communication) -> str:
         basis = f" Across hosts that is a model of the links, not measured: {share} either way is assumed."
     elif found.basis == "extrapolated":
         basis = " That is extrapolated: so many GPUs of one host, or messages so large, were never measured."
+    like = f" Inside a host it is as measured on the {written(found.like)}, whose NVLink is the same." if found.like else ""
     return (
         f"Communication between {parallel.gpus:,} GPUs{where}: all-to-alls of embeddings{compressed} "
         f"{found.exchange_us:,.0f} us ({found.embedding_bytes / 2**20:,.1f} MiB a rank each way), "
-        f"{_DENSE_WORDS[parallel.dense]} {found.dense_us:,.0f} us ({found.dense_bytes / 2**20:,.1f} MiB).{basis}"
+        f"{_DENSE_WORDS[parallel.dense]} {found.dense_us:,.0f} us ({found.dense_bytes / 2**20:,.1f} MiB).{basis}{like}"
     )
 
 

@@ -8,7 +8,7 @@ site, and the step times of the decision and of what a user would do without it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
@@ -32,7 +32,7 @@ from loka_sim.model_steps import Runs, model_steps
 from loka_sim.modelspec import ModelSpec, Site
 from loka_sim.sources import Distributions, distributions, model_spec
 from loka_sim.step_plan import DECISION, LAUNCHED, timeline
-from loka_sim.whole_step import Other, as_run_by, gemms_in_step, of_step
+from loka_sim.whole_step import Other, as_run_by, borrowed, gemms_in_step, of_step
 from numerics.sizes import is_whole
 from perfmodel import hardware as hardware_module
 from perfmodel.kernels import KERNELS
@@ -142,6 +142,7 @@ class WhatIf:
         converted: The same of the step as decided, its quantization among them; None where it is not known.
         runs: What runs the decision, and its launches' times then; None for these alone.
         host_step_us: How fast the calibration's host is, see `host_time.called`; None where that is not known.
+        borrowed: What of `others` was measured on another GPU, see `whole_step.borrowed`.
     """
 
     settings: Settings
@@ -158,6 +159,7 @@ class WhatIf:
     converted: Converted | None = None
     runs: Runs | None = None
     host_step_us: float | None = None
+    borrowed: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def run(self) -> Times:
@@ -287,7 +289,7 @@ def whatif(
     steps, fp8 = model_steps(spec, costs, sites, decider, torch, others, timing, runs)
     return WhatIf(
         settings, spec, _hardware(timing), known, sites, steps, exchanged, times, decider.toolbox, parallel, others, fp8,
-        runs["decision"], None if measured is None else measured.host_step_us,
+        runs["decision"], None if measured is None else measured.host_step_us, borrowed(timing.hardware) if others else {},
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from perfmodel import hardware as hardware_module
 from perfmodel.in_step import BATCHED, GEMMS, family, is_across, is_counted
 from perfmodel.kernels import KERNELS
 from perfmodel.memory_plan import stages
-from perfmodel.optimizers import OPTIMIZERS, UNCERTAINTY, step_us
+from perfmodel.optimizers import MEASURED_ON, OPTIMIZERS, UNCERTAINTY, step_us
 
 if TYPE_CHECKING:
     from perfmodel.fused import FusedModel
@@ -148,8 +148,8 @@ def optimizer_step(sizes: Sequence[int], optimizer: str, hardware: HardwareSpec)
     if not parameters:
         return []
     kind = OPTIMIZERS[optimizer]
-    faster = hardware.copy_bandwidth_tbs / hardware_module.load("h200").copy_bandwidth_tbs
-    us = step_us(sizes, optimizer) / faster
+    faster = hardware.copy_bandwidth_tbs / hardware_module.load(MEASURED_ON).copy_bandwidth_tbs
+    us = step_us(sizes, optimizer, replace(kind, bandwidth_tbs=faster * kind.bandwidth_tbs))
     moved = (kind.read_bytes + kind.written_bytes) * parameters
     return [Other(OPTIMIZER, "optimizer", optimizer, moved, 1, Time(us, us / (1 + UNCERTAINTY), us * (1 + UNCERTAINTY)), True)]
 
@@ -171,6 +171,7 @@ def others(kernels: Sequence[Fused], batch: int, model: FusedModel) -> list[Othe
     if model.in_step is not None:
         sizes = zip(kernels, rows["kept"], rows["unordered_bytes"], strict=True)
         ends = _in_step(model.in_step, [family(kernel.kind, kernel.label, *size) for kernel, *size in sizes], moved, ends)
+        ends = ends * model.elsewhere(rows)[:, None]
     adds = np.array([kernel.label == INDEX_ADD for kernel in kernels])
     if adds.any():
         read, written = (np.array(rows[name], dtype=float)[adds] for name in ("read_bytes", "written_bytes"))
@@ -213,25 +214,36 @@ def by_kind(found: Iterable[Other], phases: Sequence[str] = (FORWARD, BACKWARD))
 
 
 @lru_cache(maxsize=4)
-def _times(name: str, capability: tuple[int, ...]) -> FusedModel | None:
-    """Times of memory-bound kernels on a GPU, or on a shipped one of its kind: one of the user's own has none measured."""
+def _times(hardware: HardwareSpec) -> FusedModel | None:
+    """Times of memory-bound kernels under a GPU's own ceilings; None where those of no GPU like it are known."""
     from perfmodel import fused
 
-    shipped = {known: hardware_module.load(known).capability for known in hardware_module.available()}
-    like = next((known for known, its in shipped.items() if name == known or its == capability), None)
     try:
-        return None if like is None else fused.load(like)
+        return fused.load(hardware)
     except FileNotFoundError:
         return None
 
 
 @lru_cache(maxsize=4)
-def _gemms_of(name: str, capability: tuple[int, ...]) -> PerfModel | None:
-    """Times of GEMMs on a GPU, or on a shipped one of its kind."""
+def _gemms_of(hardware: HardwareSpec) -> PerfModel | None:
+    """Times of GEMMs on a GPU, or on the nearest shipped one."""
     import perfmodel
 
-    like = _times(name, capability)
-    return None if like is None else perfmodel.load(like.hardware.name)
+    like = hardware_module.serving(hardware, "models/manifest.json")
+    return None if like is None else perfmodel.load(like)
+
+
+def borrowed(hardware: HardwareSpec) -> dict[str, list[str]]:
+    """What of `of_step` was not measured on a GPU: by the name of the shipped GPU that it was measured on, in words."""
+    model = _times(hardware)
+    found: dict[str, list[str]] = {}
+    if model is not None:
+        kernels = [("the whole step's fused kernels", model.fitted.name)]
+        between = [] if model.in_step is None else [("what changes inside a step", model.in_step.hardware.name)]
+        for what, name in (*kernels, *between, ("the optimizer", MEASURED_ON)):
+            if name != hardware.name:
+                found.setdefault(name, []).append(what)
+    return found
 
 
 def as_run_by(runner: str, times: Times, hardware: HardwareSpec) -> Times:
@@ -263,17 +275,11 @@ def _rescaled(m: np.ndarray, n: np.ndarray, runner: str, hardware: HardwareSpec)
         "read_bytes": 2 * elements + 4 * (m + n), "written_bytes": 2 * elements, "unordered_bytes": nothing, "uneven": nothing,
         "instructions": np.full(len(m), fused.instructions_of({"mul", *RESCALE[ROUNDED if runner == RECIPE else FP64]})),
     }  # fmt: skip
-    model = _model_of(hardware)
+    model = _times(hardware)
     if model is None:
         us = fused.baseline_us(rows, hardware)
         return np.stack([us, us, 3.0 * us], axis=1)
     return model.times(rows)[0]
-
-
-def _model_of(hardware: HardwareSpec) -> FusedModel | None:
-    """Times of memory-bound kernels under a GPU's own ceilings."""
-    model = _times(hardware.name, tuple(hardware.capability))
-    return model if model is None or model.hardware == hardware else replace(model, hardware=hardware)
 
 
 def gemms_in_step(times: Mapping[Row, Time], hardware: HardwareSpec) -> tuple[dict[Row, Time], dict[bool, float]]:
@@ -283,7 +289,7 @@ def gemms_in_step(times: Mapping[Row, Time], hardware: HardwareSpec) -> tuple[di
         times: Of each launch alone; of what is no GEMM they stay.
         hardware: The GPU.
     """
-    model = _times(hardware.name, tuple(hardware.capability))
+    model = _times(hardware)
     if model is None or model.in_step is None:
         return dict(times), {}
     gemms = [row for row in times if KERNELS[row.kernel].kind == "gemm" or row.kernel == BATCHED]
@@ -344,7 +350,7 @@ def uneven_gradients(spec: ModelSpec, hardware: HardwareSpec, model: FusedModel,
     if between is None or not len(sizes):
         return []
     known = timing is not None and BF16 in timing.manifest["kernels"]
-    gemms = timing if known else _gemms_of(hardware.name, tuple(hardware.capability))
+    gemms = timing if known else _gemms_of(hardware)
     if gemms is None:
         return []
     turned = np.concatenate([sizes, sizes[:, (1, 0, 2)]])
@@ -376,7 +382,7 @@ def of_step(
     """
     if not spec.fused:
         return ()
-    model = _model_of(hardware)
+    model = _times(hardware)
     if model is None:
         return ()
     step = spec.fused if kernels is None else kernels

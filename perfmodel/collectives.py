@@ -12,9 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from perfmodel import hardware as hardware_module
 from perfmodel.curves import Array, Curve
 from perfmodel.data_folder import data_folder
-from perfmodel.topology import HOST_GPUS, MOST_GPUS, OPS, PRESETS, Cluster, wire
+from perfmodel.hardware import HardwareSpec
+from perfmodel.topology import HOST_GPUS, MOST_GPUS, OPS, PRESETS, Cluster, is_hgx, usual, wire
 
 FILE_NAME = "collectives.parquet"
 LARGE_BYTES = 2**20
@@ -26,6 +28,7 @@ MOST_BYTES = 2.0**62
 """Sizes and counts from which on no arithmetic with them is sure to be right."""
 SCALE_BYTES = 4
 """Bytes of one row's scale in a compressed message."""
+CODEC = "pack", "unpack"
 INTERPOLATED, EXTRAPOLATED, MODELLED = "interpolated", "extrapolated", "modelled"
 
 # What tables measured before these columns existed hold throughout.
@@ -89,10 +92,17 @@ class CollectiveModel:
     Attributes:
         hardware: Name of the GPU.
         table: Measured rows: op, dtype, split, dim, ranks, groups, bytes_per_rank, p50_us.
+        like: Name of the shipped GPU that they were measured on, where that is another one.
     """
 
     hardware: str
     table: pd.DataFrame
+    like: str | None = None
+
+    @property
+    def measured_on(self) -> str:
+        """Name of the GPU that the rows were measured on."""
+        return self.like or self.hardware
 
     @cached_property
     def curves(self) -> dict[Setting, Curve]:
@@ -150,8 +160,7 @@ class CollectiveModel:
         missing = {"op", "ranks", "bytes_per_rank"} - set(frame.columns)
         if missing:
             raise ValueError(f"the frame lacks the columns {sorted(missing)}; predict_collective needs op, ranks, bytes_per_rank")
-        # A user's own GPU may be called h100-80gb-hbm3.
-        cluster = PRESETS.get(f"hgx_{self.hardware.partition('-')[0]}") if cluster is None else cluster
+        cluster = usual(self.hardware) if cluster is None else cluster
         asked = frame.reset_index(drop=True)
         sizes = _numbers(asked["bytes_per_rank"])
         if not ((sizes > 0) & (sizes < MOST_BYTES)).all():
@@ -199,10 +208,10 @@ class CollectiveModel:
         known = [key for key in self.curves if (key.op, key.dtype) == (op, dtype)]
         if op not in OPS or not known:
             there = ", ".join(sorted({f"{key.op}/{key.dtype}" for key in self.curves if key.op in OPS}))
-            raise ValueError(f"collective {op}/{dtype} was not measured on {self.hardware}; there are: {there}")
+            raise ValueError(f"collective {op}/{dtype} was not measured on {self.measured_on}; there are: {there}")
         if not any(key.split == split for key in known):
             raise ValueError(
-                f"split {split}: {op}/{dtype} was measured on {self.hardware} with split {_listed(k.split for k in known)}"
+                f"split {split}: {op}/{dtype} was measured on {self.measured_on} with split {_listed(k.split for k in known)}"
             )
         dims = sorted({key.dim for key in known})
         if dims == [0]:
@@ -210,7 +219,7 @@ class CollectiveModel:
         if not dim:
             raise ValueError(f"{op}/{dtype} depends on dim, the values of a row; give dim, {dims[0]} to {dims[-1]}")
         if not dims[0] <= dim <= dims[-1]:
-            raise ValueError(f"dim {dim}: {op}/{dtype} was measured on {self.hardware} from dim {dims[0]} to {dims[-1]}")
+            raise ValueError(f"dim {dim}: {op}/{dtype} was measured on {self.measured_on} from dim {dims[0]} to {dims[-1]}")
         return setting
 
     def inside(self, setting: Setting, sizes: Array) -> Estimate:
@@ -249,7 +258,7 @@ class CollectiveModel:
     def codec(self, setting: Setting, sizes: Array) -> Estimate:
         """Quantizing before and dequantizing after a compressed exchange, from the two halves measured alone."""
         halves = []
-        for op in ("pack", "unpack"):
+        for op in CODEC:
             there = [key for key in self.curves if key.op == op and key.dtype == setting.dtype]
             if not there:
                 raise ValueError(f"{setting.op}/{setting.dtype} between {setting.ranks} ranks needs {op}, not measured alone")
@@ -319,7 +328,7 @@ class CollectiveModel:
                 errors.setdefault(key.op, []).extend(zip(curve.sizes >= LARGE_BYTES, found.tolist(), strict=True))
         if not errors:
             raise ValueError(
-                f"collectives were measured on {self.hardware} between one number of ranks only; none other can be said"
+                f"collectives were measured on {self.measured_on} between one number of ranks only; none other can be said"
             )
         every = [error for some in errors.values() for _, error in some]
         result = {}
@@ -366,11 +375,11 @@ def _numbers(column: pd.Series) -> Array:
     return np.asarray(pd.to_numeric(column, errors="coerce"), dtype=np.float64)
 
 
-def load(hardware: str = "h200", calibration: Path | None = None) -> CollectiveModel:
-    """The measured collectives of a GPU.
+def load(hardware: str | HardwareSpec = "h200", calibration: Path | None = None) -> CollectiveModel:
+    """The measured collectives of a GPU, or where there are none and it stands in HGX hosts, those of the nearest shipped one.
 
     Args:
-        hardware: Its name.
+        hardware: Its name, or its specification.
         calibration: A calibration folder: `perfmodel/collectives.parquet` in it, a table of `hil.collectives`, replaces the
             shipped one. A calibration without it leaves the shipped one.
 
@@ -378,10 +387,39 @@ def load(hardware: str = "h200", calibration: Path | None = None) -> CollectiveM
         FileNotFoundError: there are none.
         ValueError: the table is damaged or lacks a column.
     """
+    name = hardware if isinstance(hardware, str) else hardware.name
     own = None if calibration is None else Path(calibration) / "perfmodel" / FILE_NAME
-    path = own if own is not None and own.is_file() else data_folder() / hardware / FILE_NAME
-    if not path.is_file():
-        raise FileNotFoundError(f"no collective was measured on {hardware}; run: torchrun -m hil.collectives")
+    path = own if own is not None and own.is_file() else data_folder() / name / FILE_NAME
+    if path.is_file():
+        return CollectiveModel(name, _read(path))
+    spec = hardware if isinstance(hardware, HardwareSpec) else _known(name)
+    like = hardware_module.serving(spec, FILE_NAME) if spec is not None and is_hgx(spec.gpu) else None
+    if spec is None or like is None:
+        raise FileNotFoundError(f"no collective was measured on {name}; run: torchrun -m hil.collectives")
+    slower = hardware_module.load(like).copy_bandwidth_tbs / spec.copy_bandwidth_tbs
+    return CollectiveModel(name, _with_codecs(_read(data_folder() / like / FILE_NAME), slower), like)
+
+
+def _known(name: str) -> HardwareSpec | None:
+    return hardware_module.load(name) if name in hardware_module.available() else None
+
+
+def _with_codecs(table: pd.DataFrame, slower: float) -> pd.DataFrame:
+    """A table as of a GPU with as fast links whose memory takes so many times as long: what packs and unpacks does, too.
+
+    Of these the least time measured is taken to be their launch.
+    """
+    alone = table["op"].isin([*CODEC, "copy"])
+    launch = table.groupby(["op", "dtype", "dim"])["p50_us"].transform("min")
+    more = ((slower - 1) * (table["p50_us"] - launch)).where(alone, 0.0)
+    around = table.assign(more=more)[table["op"].isin(CODEC)].groupby(["dtype", "dim", "bytes_per_rank"])["more"].sum()
+    keys = pd.MultiIndex.from_frame(table[["dtype", "dim", "bytes_per_rank"]])
+    exchanged = around.reindex(keys).fillna(0.0).to_numpy() * (table["op"] == "all_to_all")
+    return table.assign(p50_us=table["p50_us"] + more + exchanged)
+
+
+def _read(path: Path) -> pd.DataFrame:
+    """A table of `hil.collectives`, with the columns that older ones lack."""
     try:
         table = pd.read_parquet(path)
     except (OSError, ValueError) as error:
@@ -393,4 +431,4 @@ def load(hardware: str = "h200", calibration: Path | None = None) -> CollectiveM
     if missing or table.empty:
         what = f"lacks the column {sorted(missing)[0]}" if missing else "holds no row"
         raise ValueError(f"{path} {what}; measure again with: torchrun -m hil.collectives")
-    return CollectiveModel(hardware, table)
+    return table

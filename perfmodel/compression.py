@@ -9,7 +9,7 @@ import pandas as pd
 
 from perfmodel.collectives import CollectiveModel
 from perfmodel.curves import Array
-from perfmodel.topology import PRESETS, Cluster
+from perfmodel.topology import Cluster, usual
 
 FP8 = "fp8_rowwise"
 SIZES = 2.0 ** np.arange(15, 29.01, 1 / 16)
@@ -63,7 +63,7 @@ def pays_up_to_gbps(
     Raises:
         ValueError: no cluster is given and none is known for the hardware.
     """
-    cluster = PRESETS.get(f"hgx_{model.hardware}") if cluster is None else cluster
+    cluster = usual(model.hardware) if cluster is None else cluster
     if cluster is None:
         raise ValueError(f"no cluster is known for {model.hardware}; give one")
     if cluster.island(ranks) == ranks:

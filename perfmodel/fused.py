@@ -110,12 +110,14 @@ class FusedModel:
         hardware: The GPU.
         folder: Where the trees and their manifest lie.
         manifest: What they were fitted on, and how far off they were on kernels held out.
+        fitted: The GPU whose kernels the trees were fitted to: on another one, kernels are as far from the bandwidth as there.
         in_step: What kernels take inside a step, beside what they take alone; None where no steps were profiled.
     """
 
     hardware: HardwareSpec
     folder: Path
     manifest: dict[str, Any]
+    fitted: HardwareSpec
     in_step: InStep | None = None
 
     @cached_property
@@ -145,11 +147,23 @@ class FusedModel:
         time = base.copy()
         low, high = base.copy(), 3.0 * base
         if known.any():
-            _, matrix = features({name: np.asarray(rows[name])[known] for name in COLUMNS}, self.hardware)
+            _, matrix = features({name: np.asarray(rows[name])[known] for name in COLUMNS}, self.fitted)
             time[known] = base[known] * np.exp(self._trees.predict(matrix).astype(np.float64))
             factors = np.array([self.manifest["kinds"][kind]["interval_factors"] for kind in kinds[known].tolist()])
             low[known], high[known] = time[known] * factors[:, 0], time[known] * factors[:, 1]
         return np.stack([time, low, high], axis=1), known
+
+    def elsewhere(self, rows: Rows) -> Array:
+        """What kernels inside a step take beside the curves of `in_step`, which another GPU's steps may have shown.
+
+        Of the time alone, the part of the bytes that the L2 holds is as fast on both GPUs; the rest is as fast as the memories.
+        """
+        if self.in_step is None or self.in_step.hardware == self.hardware:
+            return np.ones(len(rows["kind"]))
+        moved = _numbers(rows, "read_bytes") + _numbers(rows, "written_bytes")
+        there = baseline_us(rows, self.in_step.hardware) / baseline_us(rows, self.hardware)
+        memory = in_step.from_memory(moved, self.hardware)
+        return np.asarray(memory + (1 - memory) * there, dtype=np.float64)
 
     def predict(self, rows: pd.DataFrame) -> pd.DataFrame:
         """As `times`: columns `time_us`, `low_us`, `high_us` and `measured`."""
@@ -160,23 +174,27 @@ class FusedModel:
         return pandas.DataFrame({**columns, "measured": known}, index=rows.index)
 
 
-def load(hardware: str = "h200", between: bool = True) -> FusedModel:
-    """The model of a GPU's memory-bound kernels.
+def load(hardware: str | HardwareSpec = "h200", between: bool = True) -> FusedModel:
+    """The model of a GPU's memory-bound kernels: its own, or where none was fitted the nearest shipped GPU's under its ceilings.
 
     Args:
-        hardware: A name of `perfmodel.hardware.available()`.
+        hardware: A name of `perfmodel.hardware.available()`, or a specification, of a GPU that need not be shipped.
         between: With what they take inside a step.
 
     Raises:
         FileNotFoundError: there is none.
         ValueError: the hardware is unknown, or the manifest is of another schema version.
     """
-    spec = hardware_module.load(hardware)
-    folder = data_folder() / hardware / "models"
+    spec = hardware_module.load(hardware) if isinstance(hardware, str) else hardware
+    like = hardware_module.serving(spec, f"models/{MANIFEST}")
+    if like is None:
+        raise FileNotFoundError(
+            f"no memory-bound kernels were fitted on {spec.name} or a GPU like it; "
+            f"fit them with: python -m perfmodel.fit_fused --hardware {spec.name}"
+        )
+    folder = data_folder() / like / "models"
     path = folder / MANIFEST
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; fit it with: python -m perfmodel.fit_fused --hardware {hardware}")
     manifest = json.loads(path.read_text())
     if manifest.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"{path} has schema version {manifest.get('schema_version')!r}; this loka-sim reads {SCHEMA_VERSION}")
-    return FusedModel(spec, folder, manifest, in_step.load(hardware) if between else None)
+    return FusedModel(spec, folder, manifest, hardware_module.load(like), in_step.load(spec) if between else None)

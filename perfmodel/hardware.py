@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from perfmodel.data_folder import data_folder
+
+FILE = "hardware.json"
+DEFAULT = "h200"
+"""The hardware that is meant where none is named."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class HardwareSpec:
 
 def available() -> list[str]:
     """Hardware names that have data."""
-    return sorted(path.parent.name for path in data_folder().glob("*/hardware.json"))
+    return sorted(path.parent.name for path in data_folder().glob(f"*/{FILE}"))
 
 
 def load(name: str) -> HardwareSpec:
@@ -44,9 +50,38 @@ def load(name: str) -> HardwareSpec:
     Raises:
         ValueError: there are no data for it; the message lists what there is.
     """
-    path = data_folder() / name / "hardware.json"
+    path = data_folder() / name / FILE
     if name not in available():
         raise ValueError(f"hardware {name!r} has no data; choose one of: {', '.join(available())}")
     document = json.loads(path.read_text())
     values = {field.name: document[field.name] for field in fields(HardwareSpec)}
     return HardwareSpec(**{**values, "capability": tuple(values["capability"])})
+
+
+def nearest(
+    capability: Sequence[int], *, name: str = "", gpu: str = "", copy_bandwidth_tbs: float | None = None, having: str = FILE
+) -> str | None:
+    """The shipped GPU whose data serve another GPU best, by name; None where none of its compute capability has any.
+
+    Of those of its capability that of the same name, or that `nvidia-smi` names alike; else the one whose memory is nearest in
+    speed, or the first where that is not known.
+
+    Args:
+        capability: Of the other GPU, as in `HardwareSpec`, as all that follows.
+        name: Of it.
+        gpu: Of it.
+        copy_bandwidth_tbs: Of it.
+        having: A file below `data/<name>/` without which a GPU's data are of no use.
+    """
+    shipped = [load(known) for known in available() if (data_folder() / known / having).is_file()]
+    alike = [spec for spec in shipped if spec.capability == tuple(capability)]
+    same = [spec for spec in alike if spec.name == name] or [spec for spec in alike if spec.gpu == gpu]
+    alike = same or alike
+    if copy_bandwidth_tbs is not None:
+        alike.sort(key=lambda spec: abs(math.log(spec.copy_bandwidth_tbs / copy_bandwidth_tbs)))
+    return alike[0].name if alike else None
+
+
+def serving(spec: HardwareSpec, having: str) -> str | None:
+    """The shipped GPU whose file of this name serves a GPU: itself where it has one, else the `nearest`."""
+    return nearest(spec.capability, name=spec.name, gpu=spec.gpu, copy_bandwidth_tbs=spec.copy_bandwidth_tbs, having=having)

@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from perfmodel import hardware as hardware_module
 from perfmodel.data_folder import data_folder
+from perfmodel.hardware import HardwareSpec
 
 Array = npt.NDArray[np.float64]
 
@@ -42,6 +44,11 @@ CLEARED_US = 0.8  # what clears their counter: 0.7 to 0.9 in 22 profiled steps, 
 LEAST_OF_BATCHED = 0.5  # of the time alone, whatever is taken off it
 VECTOR = 8  # values of bf16 that operands must lie by for Hopper's own GEMMs
 SECTOR_BYTES = 32  # what a GPU fetches at least
+# Of the L2, what holds bytes of the kernels just before; and of a kernel's bytes, what comes from memory however small it is, as
+# weights and what the forward saved do. By hand, from steps of dcnv2-production and dlrm-production that were profiled on an H100
+# and on an H200 (4.39 TB/s over 3.06 are 1.43): kernels of 1 to 16 MB took 1.08 times as long there, of 16 to 32 MB 1.18, of
+# 32 to 64 MB 1.25, and larger ones 1.39.
+HELD, NEVER_HELD = 0.35, 0.2
 
 
 def family(kind: str, label: str, kept: int, unordered_bytes: int) -> str:
@@ -89,6 +96,7 @@ class InStep:
             they take, in powers (`across_power`) of the longer of the times alone of the product and of its transpose.
         across_power: Of that.
         off: Per family, by how much its kernels of a step are off together: the half-width of a 90% interval, as a share.
+        hardware: The GPU whose steps were profiled.
     """
 
     knots: Mapping[str, Sequence[float]]
@@ -99,6 +107,7 @@ class InStep:
     across: Mapping[int, float]
     across_power: float
     off: Mapping[str, float]
+    hardware: HardwareSpec
 
     @cached_property
     def _curves(self) -> dict[str, tuple[Array, Array]]:
@@ -134,6 +143,12 @@ class InStep:
         return np.maximum(1 - self.batched_less_us / np.maximum(alone, 1e-3), LEAST_OF_BATCHED)
 
 
+def from_memory(moved_bytes: npt.ArrayLike, hardware: HardwareSpec) -> Array:
+    """Share of the bytes of kernels inside a step that come from a GPU's memory or go there, not found in the L2."""
+    moved = np.maximum(np.asarray(moved_bytes, dtype=np.float64), 1.0)
+    return np.asarray(np.maximum(1 - HELD * hardware.l2_bytes / moved, NEVER_HELD), dtype=np.float64)
+
+
 def lies_by(m: npt.ArrayLike, n: npt.ArrayLike) -> npt.NDArray[np.int64]:
     """Largest power of two, at most `VECTOR`, that divides both numbers of features."""
     both = np.asarray(m, dtype=np.int64) | np.asarray(n, dtype=np.int64) | VECTOR
@@ -162,15 +177,20 @@ def is_counted(kernel: str, m: npt.ArrayLike, n: npt.ArrayLike, k: npt.ArrayLike
     return even & (kernel == BATCHED)
 
 
-def load(hardware: str = "h200") -> InStep | None:
-    """Of a GPU; None where no steps were profiled.
+def load(hardware: str | HardwareSpec = "h200") -> InStep | None:
+    """Of a GPU, or of the nearest shipped one where none of its own steps were profiled; None where there is neither.
+
+    Args:
+        hardware: A name of `perfmodel.hardware.available()`, or a specification.
 
     Raises:
-        ValueError: the file is of another schema version.
+        ValueError: the hardware is unknown, or the file is of another schema version.
     """
-    path = data_folder() / hardware / "models" / FILE
-    if not path.is_file():
+    spec = hardware_module.load(hardware) if isinstance(hardware, str) else hardware
+    like = hardware_module.serving(spec, f"models/{FILE}")
+    if like is None:
         return None
+    path = data_folder() / like / "models" / FILE
     document: dict[str, Any] = json.loads(path.read_text())
     if document.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"{path} has schema version {document.get('schema_version')!r}; this loka-sim reads {SCHEMA_VERSION}")
@@ -180,4 +200,5 @@ def load(hardware: str = "h200") -> InStep | None:
         {name: np.log(curve["factor"]).tolist() for name, curve in curves.items()},
         document["gap_us"], document["batched_gap_us"], document["batched_less_us"],
         {int(lie): factor for lie, factor in document["across"].items()}, document["across_power"], document["off"],
+        hardware_module.load(like),
     )  # fmt: skip

@@ -362,14 +362,14 @@ class PerfModel:
 
     @cached_property
     def collectives(self) -> CollectiveModel:
-        """Collectives on this GPU, of the calibration where it measured them.
+        """Collectives on this GPU, of the calibration where it measured them, or of a GPU with the same links.
 
         Raises:
             FileNotFoundError: none were measured.
         """
         from perfmodel import collectives
 
-        return collectives.load(self.hardware.name, self.calibration)
+        return collectives.load(self.hardware, self.calibration)
 
     def predict_collective(self, frame: pd.DataFrame, cluster: Cluster | None = None) -> pd.DataFrame:
         """Times of collectives, inside one host or over several; see `CollectiveModel.predict`.

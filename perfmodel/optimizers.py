@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 # at::native::multi_tensor_apply, torch 2.11 and 2.13: elements of a chunk, chunks of a launch.
 CHUNK, BLOCKS = 65_536, 320
+# The GPU that all figures here were measured on; another one is faster or slower by its memory, a block alone is not.
+MEASURED_ON = "h200"
 # What AdamW launches first, to count its steps: microseconds, and tensors of a launch (`data/h200/optimizers.json`).
 COUNT_US, COUNTED = 1.45, 110
 

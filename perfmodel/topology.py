@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -124,6 +125,20 @@ class Cluster:
 
 PRESETS = {name: Cluster(name, nic_gbps=400.0) for name in ("hgx_h100", "hgx_h200")}
 """HGX hosts: eight GPUs behind NVSwitch, one ConnectX-7 of 400 Gb/s each, rails of 32 hosts, a full spine."""
+
+
+# In their names: GPUs of other hosts, whose links are slower or join fewer of them.
+_NO_HGX = re.compile(r"\b(pcie|nvl|gh200|h800)\b", re.IGNORECASE)
+
+
+def is_hgx(gpu: str) -> bool:
+    """Whether a GPU of this name stands in HGX hosts, whose NVLink is the same for an H100 and an H200."""
+    return not _NO_HGX.search(gpu)
+
+
+def usual(hardware: str) -> Cluster | None:
+    """The preset of the hosts that a hardware of this name usually stands in; a user's own may be called h100-80gb-hbm3."""
+    return PRESETS.get(f"hgx_{hardware.partition('-')[0]}") if is_hgx(hardware) else None
 
 
 def preset(name: str) -> Cluster:

@@ -1,11 +1,16 @@
 """What tests of several floors share."""
 
+import importlib
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+
+from perfmodel import data_folder
 
 
 @pytest.fixture
@@ -21,3 +26,35 @@ def run_interpreted() -> Callable[[str], None]:
         assert " passed" in done.stdout
 
     return run
+
+
+H100 = {
+    "schema_version": 1, "name": "h100", "gpu": "NVIDIA H100 80GB HBM3", "capability": [9, 0], "peak_bf16_tflops": 829.5,
+    "peak_fp8_tflops": 1551.4, "copy_bandwidth_tbs": 3.06, "l2_bytes": 50 * 2**20, "multiprocessors": 132,
+}  # fmt: skip
+
+
+@pytest.fixture
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Data of two GPUs in place of what ships: the H200's, and an H100 of which a specification and GEMMs alone are known."""
+    from loka_sim import whole_step
+    from perfmodel import memory_costs
+
+    shipped, folder = data_folder() / "h200", tmp_path / "two_gpus"
+    (folder / "h100" / "models").mkdir(parents=True)
+    (folder / "h200").symlink_to(shipped)
+    (folder / "h100" / "hardware.json").write_text(json.dumps(H100))
+    for path in (shipped / "models").iterdir():
+        if not path.name.startswith(("fused", "in_step", "manifest")):
+            (folder / "h100" / "models" / path.name).symlink_to(path)
+    manifest = json.loads((shipped / "models" / "manifest.json").read_text())
+    (folder / "h100" / "models" / "manifest.json").write_text(json.dumps({**manifest, "hardware": "h100"}))
+    (folder / "h100" / "memory_costs.json").symlink_to(shipped / "memory_costs.json")
+    for name in ("hardware", "in_step", "fused", "collectives", "saved", "memory_costs"):
+        monkeypatch.setattr(importlib.import_module(f"perfmodel.{name}"), "data_folder", lambda: folder)
+    caches = (whole_step._times, whole_step._gemms_of, memory_costs.known)
+    for cache in caches:
+        cache.cache_clear()
+    yield folder
+    for cache in caches:
+        cache.cache_clear()

@@ -29,7 +29,10 @@ def add(verbs: Any) -> None:
     verb.add_argument("--batch", type=int, metavar="N", help="samples per GPU (default: the model's own)")
     verb.add_argument("--minutes", type=float, default=10.0, metavar="N", help="time to spend (default: 10)")
     verb.add_argument("--out", type=Path, metavar="DIR", help="folder of the result (default: runs/validate-MODEL)")
-    verb.add_argument("--hardware", default="h200", metavar="NAME", help="whose predictions to validate (default: h200)")
+    verb.add_argument(
+        "--hardware", metavar="NAME",
+        help="whose predictions to validate, h100 or h200 (default: this GPU's, or the nearest there are)",
+    )  # fmt: skip
     verb.add_argument("--statistics", metavar="NAME|DIR", help="distributions of the tensors (default: the zoo model's own)")
     verb.add_argument("--mods", default="", metavar="LIST", help="model changes: no_bias, blocknorm, hardswish, all")
     verb.add_argument(

@@ -43,7 +43,7 @@ def add_question(verb: argparse.ArgumentParser, several: bool = False) -> None:
         )
     else:
         verb.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of the training job (default: 1)")
-    verb.add_argument("--hardware", default="h200", metavar="NAME", help="whose timings to use (default: h200)")
+    verb.add_argument("--hardware", default="h200", metavar="NAME", help="whose timings to use: h100 or h200 (default: h200)")
     verb.add_argument("--statistics", metavar="NAME|DIR", help="distributions of the tensors (default: the zoo model's own)")
     verb.add_argument(
         "--mods", default="", metavar="LIST", help="model changes: no_bias, blocknorm, hardswish, all; comma-separated"

@@ -40,6 +40,7 @@ def _facts(document: Record) -> list[tuple[str, str]]:
     settings = document["settings"]
     return [
         ("machine", document["machine"]["gpu"]),
+        ("predictions", words.hardware(settings["hardware"])),
         ("batch", f"{settings['batch']:,}"),
         ("mods", ", ".join(settings["mods"]) or "none"),
         ("statistics", settings["statistics"] or "the model's own"),

@@ -153,7 +153,10 @@ def test_networks_learn_by_the_specification_given_and_side_by_side_as_one_by_on
         assert set(choices.unanswered(tmp_path / name)) == set(choices.KERNELS_ASKED) - set(kernels)
         return [gzip.decompress((tmp_path / name / "choices" / choice_file(kernel)).read_bytes()) for kernel in kernels]
 
+    monkeypatch.setattr(choices, "shipped", lambda: None)  # as without a GPU
     one = made("default")
+    monkeypatch.setattr(choices, "shipped", lambda: "h200")
+    assert made("this", "--learners", "1") == one
     assert made("h200", "--hardware-spec", str(data_folder() / "h200" / "hardware.json")) == one
     assert made("beside", "--learners", "2") == one
     other = Choice.load(made("other", "--hardware-spec", str(smaller))[0])

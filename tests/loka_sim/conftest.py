@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import types
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -14,16 +13,14 @@ import pytest
 from loka_sim.modelspec import Dim, Gemm, ModelSpec, Site, Table, linear_passes
 from perfmodel import collectives
 from perfmodel.collectives import CollectiveModel
+from perfmodel.hardware import HardwareSpec
 from perfmodel.kernels import KERNELS
 
 
 class MadeUpTimes:
     """Stands for `perfmodel.PerfModel`: a launch cost and a throughput per kind of kernel, and a fixed interval."""
 
-    hardware = types.SimpleNamespace(
-        name="h200", capability=(9, 0), peak_bf16_tflops=780.0, peak_fp8_tflops=1370.0, copy_bandwidth_tbs=4.3,
-        l2_bytes=62_914_560, multiprocessors=132,
-    )  # fmt: skip
+    hardware = HardwareSpec("h200", "NVIDIA H200", (9, 0), 780.0, 1370.0, 4.3, 62_914_560, 132)
     fingerprint = "made-up"
     manifest: ClassVar = {
         "command": "none",

@@ -107,6 +107,8 @@ def on(machine, monkeypatch, capability="9.0"):
     import hil.fingerprint
 
     monkeypatch.setattr(hil.fingerprint, "fingerprint", lambda: {**MACHINE, "capability": capability})
+    # It is like an H200, and as if no other GPU were shipped.
+    monkeypatch.setattr(perfmodel.hardware, "available", lambda: ["h200"])
     monkeypatch.setattr(measuring, "host_step_us", lambda folder: HOST_US)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: machine.gpus)
     monkeypatch.setattr(collection, "require_gpu", lambda: None)
@@ -161,6 +163,8 @@ def test_a_whatif_uses_it_and_its_collectives(short):
     assert own["all_to_all_us"] == pytest.approx(3 * shipped["all_to_all_us"], rel=0.01)
     assert answers[1].hardware["name"] == "h100-80gb-hbm3"
     assert answers[1].steps[0].total.us > 1.08 * answers[0].steps[0].total.us
+    across = loka_sim.whatif("wukong", batch=512, gpus=16, calibration=short[0]).communication
+    assert across.missing is None and across.like is None and across.parallel.cluster.name == "hgx_h100"
 
 
 def test_a_gpu_of_no_kind_that_is_shipped_has_a_fit_of_its_own(tmp_path, monkeypatch):

@@ -107,6 +107,8 @@ def on(machine, monkeypatch):
     monkeypatch.setattr(hil.fingerprint, "fingerprint", lambda: dict(MACHINE))
     monkeypatch.setattr(measuring, "host_step_us", lambda folder: HOST_US)
     monkeypatch.setattr(validation, "require_gpu", lambda: None)
+    monkeypatch.setattr(validation, "shipped", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(measuring, "Sweeps", machine)
     monkeypatch.setattr(measuring, "run", machine.run)
     return machine

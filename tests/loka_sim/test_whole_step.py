@@ -72,8 +72,11 @@ def test_the_optimizer_reads_and_writes_parameters_and_state():
     assert (adamw.phase, adamw.moved_bytes) == (OPTIMIZER, 14 * 10**9)
     assert adamw.time.us == pytest.approx(14e9 / 2.8e6, rel=0.02)
     assert optimizer_step([], "adamw", H200) == []
-    (twice,) = optimizer_step([10**9], "adamw", replace(H200, copy_bandwidth_tbs=2 * H200.copy_bandwidth_tbs))
-    assert twice.time.us == pytest.approx(adamw.time.us / 2)
+    # A memory that is twice as fast: many parameters take near half the time, few wait for what it does not change.
+    twice = replace(H200, copy_bandwidth_tbs=2 * H200.copy_bandwidth_tbs)
+    assert optimizer_step([10**9], "adamw", twice)[0].time.us == pytest.approx(adamw.time.us / 2, rel=0.12)
+    few = [optimizer_step([50_000], "adamw", gpu)[0].time.us for gpu in (H200, twice)]
+    assert few[0] == pytest.approx(few[1], rel=0.02)
 
 
 def test_the_parameters_are_those_of_the_layers():

@@ -1,12 +1,13 @@
 """What kernels take inside a step: curves recovered from kernels made up, and those that ship held to profiled steps."""
 
 import json
+import shutil
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from perfmodel import fit_in_step, in_step
+from perfmodel import fit_in_step, hardware, in_step
 from perfmodel.data_folder import data_folder
 
 SHIPPED = in_step.load()
@@ -127,7 +128,9 @@ def test_steps_of_models_left_out_are_nearer_with_the_curves_than_without():
 def test_a_file_of_another_version_is_refused(tmp_path, monkeypatch):
     folder = tmp_path / "h200" / "models"
     folder.mkdir(parents=True)
-    monkeypatch.setattr(in_step, "data_folder", lambda: tmp_path)
+    shutil.copy(data_folder() / "h200" / "hardware.json", tmp_path / "h200")
+    for module in (in_step, hardware):
+        monkeypatch.setattr(module, "data_folder", lambda: tmp_path)
     assert in_step.load() is None
     (folder / in_step.FILE).write_text(json.dumps({"schema_version": 99}))
     with pytest.raises(ValueError, match="schema version 99"):
