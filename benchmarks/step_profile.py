@@ -119,7 +119,9 @@ def wait(file: Path) -> None:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", help="zoo model, with +mods behind it for all Mods, or package.module:function, which has a batch of its own")
+    parser.add_argument(
+        "model", help="zoo model, with +mods behind it for all Mods, or package.module:function, which has a batch of its own"
+    )
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--variant", default="bf16", help="bf16, naive_tensorwise, filter_tensorwise, ... (needs torchao)")
     parser.add_argument("--table", type=Path, help="dispatch table, for `--variant decision` (needs torchao)")

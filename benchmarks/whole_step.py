@@ -32,6 +32,7 @@ from loka_sim.dispatch.cost import Time
 from loka_sim.dispatch.steps import RECIPE, whole
 from loka_sim.fp8_step import converted
 from loka_sim.host_time import called
+from loka_sim.resolve import WITH_MODS
 from loka_sim.validation.runnable import TABLE_ROWS
 from loka_sim.whatif import WhatIf, whatif
 from loka_sim.whole_step import TABLE_LAUNCHES, by_kind, log_loss, others, table_gradient
@@ -63,6 +64,16 @@ class Predicted(NamedTuple):
     graph_ms: tuple[float, float, float]
 
 
+def is_modified(model: str) -> bool:
+    """Whether a step's model has all Mods, as `benchmarks/step_profile.py` names it."""
+    return model.endswith(WITH_MODS)
+
+
+def plain(model: str) -> str:
+    """A step's model without the Mods in its name."""
+    return model.removesuffix(WITH_MODS)
+
+
 def around(answer: WhatIf) -> tuple[dict[str, Time], float]:
     """What the loss and dense gradients of a model's tables add to a step: by kind, and microseconds of gaps between kernels."""
     times = fused.load(answer.settings.hardware)
@@ -81,7 +92,8 @@ def both(model: str, batch: int, answers: dict[tuple[str, int], Any], hardware: 
         hardware: Whose times to predict by.
     """
     if (model, batch) not in answers:
-        answer: WhatIf = whatif(model, batch=batch, hardware=hardware)
+        mods = "all" if is_modified(model) else ()
+        answer: WhatIf = whatif(plain(model), batch=batch, hardware=hardware, mods=mods)
         answers[model, batch] = answer, *around(answer)
     answer, beside, gap_us = answers[model, batch]
     result = {}
@@ -188,10 +200,27 @@ def show_steps(steps: Sequence[dict[str, Any]], answers: dict[tuple[str, int], A
             sure.append(said.low_us <= speedups[0] <= said.high_us)
             line += f"  {speedups[0]:.3f}x, predicted {speedups[1]:.3f}x [{said.low_us:.2f}, {said.high_us:.2f}]"
             line += "" if signs[-1] else "  WRONG SIGN"
-        print(line)
+        print(line + by_mods(step, steps, answers, hardware))
     judge("against kernels", ratios, inside)
     judge("against the graph, of steps that had a GPU to themselves", walls, held)
     print(f"signs of speedups right {sum(signs)} of {len(signs)}; {sum(sure)} of {len(sure)} inside their 90% intervals")
+
+
+def by_mods(
+    step: dict[str, Any], steps: Sequence[dict[str, Any]], answers: dict[tuple[str, int], Any], hardware: str = DEFAULT
+) -> str:
+    """What Mods make of a step, measured and predicted; nothing of a step without them, or that was not measured without."""
+    same = [plain(step["model"]), step["batch"], step["variant"]]
+    without = next((other for other in steps if [other[name] for name in KEPT[:3]] == same), None)
+    if without is None or without is step:
+        return ""
+    found, base = (both(each["model"], each["batch"], answers, hardware)[each["variant"]] for each in (step, without))
+    measured, predicted = without["kernels_ms"] / step["kernels_ms"], base.kernels_ms[0] / found.kernels_ms[0]
+    line = f"  by Mods {measured:.3f}x, predicted {predicted:.3f}x"
+    if step["graph_ms"] and without["graph_ms"]:
+        graphs = without["graph_ms"] / step["graph_ms"], base.graph_ms[0] / found.graph_ms[0]
+        line += f", graphs {graphs[0]:.3f}x and {graphs[1]:.3f}x"
+    return line
 
 
 def show_said(number: int, some: dict[str, Any], steps: Sequence[dict[str, Any]]) -> None:

@@ -74,9 +74,10 @@ class Scheduled:
 
     @property
     def turns(self) -> bool:
-        """A loop that brings elements into another order and could run in either."""
+        """A loop that brings elements into another order and could run in either; parts of a concatenation may lie in any."""
         large = [access for access in self.reads.values() if 2 * access.read_bytes >= max(self.writes.values(), default=0)]
-        return self.kind == "pointwise" and bool(large) and all(access.turned and access.whole for access in large)
+        whole = [access for access in large if access.whole]
+        return self.kind == "pointwise" and bool(whole) and all(access.turned for access in whole)
 
     @property
     def across(self) -> bool:

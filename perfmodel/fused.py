@@ -45,6 +45,10 @@ INSTRUCTIONS = {
     "rescale": 80, "column_scale": 40, "rescale_rounded": 125, "column_scale_rounded": 62,
 }  # fmt: skip
 AGAIN = 3.0  # a middling value: reductions of 64 to 512 elements took 2 to 10 times their bytes across memory more
+HELD = 64  # elements of an uneven row that torch.compile holds at once (`InductorChoices.should_use_persistent_reduction`, 2.11)
+TILES_TBS = 5.0
+"""What passes through the multiprocessors where rows are read in tiles, twice: norms' gradients of rows of 128 elements, of
+turned tensors too, took 4.8 on an H200 and 5.0 in a step on an H100, whose clock is the same."""
 LANES, CLOCK_GHZ = 128, 1.98
 """FP32 lanes of a multiprocessor and its highest clock (Hopper)."""
 
@@ -56,12 +60,21 @@ def instructions_of(operators: Iterable[str]) -> int:
 
 
 def baseline_us(rows: Rows, hardware: HardwareSpec) -> Array:
-    """A launch, and the longer of every byte once at the bandwidth of a copy and of the instructions, in microseconds."""
-    moved = (np.asarray(rows["read_bytes"]) + np.asarray(rows["written_bytes"])).astype(np.float64)
-    # Tiles of two dimensions hide the order of memory from pointwise kernels; a reduction reads it again and again.
-    again = np.isin(_kinds(rows), ("row", "both", "column")) * _numbers(rows, "unordered_bytes")
-    moved = (moved + AGAIN * again) / (hardware.copy_bandwidth_tbs * 1e6)
-    return np.maximum(moved, _computing_us(rows, hardware)) + LAUNCH_US
+    """A launch, and the longest of bytes at the bandwidth of a copy, of tiles and of instructions, in microseconds."""
+    read, written = _numbers(rows, "read_bytes"), _numbers(rows, "written_bytes")
+    # Tiles of two dimensions hide the order of memory from pointwise kernels; a reduction without reads it again and again.
+    tiles = in_tiles(rows)
+    again = (np.isin(_kinds(rows), ("row", "both", "column")) & ~tiles) * _numbers(rows, "unordered_bytes")
+    moved = (read + written + AGAIN * again) / (hardware.copy_bandwidth_tbs * 1e6)
+    through = tiles * (2 * read + written) / (TILES_TBS * 1e6)
+    return np.maximum(np.maximum(moved, through), _computing_us(rows, hardware)) + LAUNCH_US
+
+
+def in_tiles(rows: Rows) -> npt.NDArray[np.bool_]:
+    """Which reductions read tiles of rows, once to reduce them and once more for what is made of them."""
+    uneven = np.asarray(rows["uneven"], dtype=bool)
+    found: npt.NDArray[np.bool_] = (_kinds(rows) == "row") & uneven & (_numbers(rows, "reduced") > HELD)
+    return found
 
 
 def _computing_us(rows: Rows, hardware: HardwareSpec) -> Array:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from loka_sim.capture.operators import (
     distinct,
     how_turned,
     operator_name,
+    repeated_within,
     trailing,
     value_of,
 )  # fmt: skip
@@ -114,8 +115,9 @@ class Lowering:
         value = value_of(node)
         found = []
         for source in node.all_input_nodes:
-            turned = how_turned(value_of(source), value) if isinstance(value, torch.Tensor) else 0
-            found += [(view, turned) for view in self._all(source)]
+            known, loop = value_of(source), isinstance(value, torch.Tensor)
+            turned, within = (how_turned(known, value), repeated_within(known, value)) if loop else (0, False)
+            found += [(replace(view, whole=False) if within else view, turned) for view in self._all(source)]
         return found
 
     def _reads(self, view: _View, turned: int = 0) -> Reads:

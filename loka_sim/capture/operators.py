@@ -45,11 +45,21 @@ def distinct(tensor: Any) -> int:
     return math.prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step) if tensor.dim() else 1
 
 
+MOST_MULTIPLIED = 32  # torch._inductor.lowering.pow, torch 2.11 and 2.13: whole exponents nearer to 0 are multiplications
+
+
 def operator_name(node: fx.Node) -> str:
-    """`sum`, `index_put`, ...: the aten or prims operator of a call without its overload."""
+    """`sum`, `index_put`, ...: the aten or prims operator of a call without its overload; of a small power what computes it."""
     target = node.target
     packet = getattr(target, "_overloadpacket", target)
-    return str(getattr(packet, "__name__", packet))
+    name = str(getattr(packet, "__name__", packet))
+    exponent = node.args[1] if name == "pow" and len(node.args) > 1 else None
+    if isinstance(exponent, int | float):
+        if exponent == 0.5:
+            return "sqrt"
+        if float(exponent).is_integer() and abs(exponent) < MOST_MULTIPLIED:
+            return "mul" if exponent > 0 else "reciprocal"
+    return name
 
 
 def how_turned(read: Any, loop: torch.Tensor) -> int:
@@ -62,6 +72,18 @@ def how_turned(read: Any, loop: torch.Tensor) -> int:
     own = sorted(dims, key=lambda dim: -steps[dim])
     order = sorted(dims, key=lambda dim: -loop_steps[dim + offset])
     return 0 if own == order else ACROSS if own[-1] != order[-1] else TURNED
+
+
+def repeated_within(read: Any, loop: torch.Tensor) -> bool:
+    """Whether a loop reads a tensor again along a dimension between two of the tensor's own, as one mask for every head."""
+    if not isinstance(read, torch.Tensor) or read.dim() > loop.dim():
+        return False
+    own = [size > 1 and bool(step) for size, step in zip(read.shape, read.stride(), strict=True)]
+    if not any(own):
+        return False
+    sizes = loop.shape[loop.dim() - read.dim() :]
+    inside = slice(own.index(True), len(own) - own[::-1].index(True))
+    return any(size > 1 and not mine for size, mine in zip(sizes[inside], own[inside], strict=True))
 
 
 def trailing(value: torch.Tensor) -> bool:

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from loka_sim.capture import capture
+from loka_sim.capture.operators import repeated_within
 from loka_sim.modelspec import Fused, ModelSpec
+from loka_sim.resolve import zoo_with_mods
 from loka_sim.zoo import build, example_inputs
 
 REFERENCE = json.loads((Path(__file__).parent / "torch_compile_kernels.json").read_text())
@@ -100,6 +102,63 @@ def test_a_transposition_is_read_or_written_across_memory():
     forward = [kernel for kernel in spec.fused if kernel.phase == "forward"]
     across = sum(kernel.unordered_bytes.at(B) * kernel.count for kernel in forward)
     assert across == 2 * size  # into the first layer's order, and back behind the activation
+
+
+class Powers(nn.Module):
+    """A power between two GEMMs."""
+
+    def __init__(self, exponent: float):
+        super().__init__()
+        self.inner, self.out, self.exponent = nn.Linear(64, 64, bias=False), nn.Linear(64, 8, bias=False), exponent
+
+    def forward(self, x):
+        return self.out(self.inner(x) ** self.exponent)
+
+
+@pytest.mark.parametrize(("exponent", "forward"), [(3, "mul"), (0.5, "sqrt"), (-2, "reciprocal"), (1.5, "pow")])
+def test_small_powers_are_multiplications(exponent, forward):
+    """As torch.compile lowers them: a norm's square is no `pow`, which takes 58 instructions."""
+    found = capture(Powers(exponent), (torch.randn(B, 64),)).fused
+    assert [kernel.label for kernel in found if kernel.phase == "forward"] == [forward]
+
+
+class TurnedNorm(nn.Module):
+    """An RMS norm of concatenated tokens, one part of them turned, that is multiplied both as it lies and turned."""
+
+    def __init__(self, tokens: int, width: int):
+        super().__init__()
+        self.mix, self.out = nn.Linear(tokens, tokens // 2, bias=False), nn.Linear(width, 8, bias=False)
+        self.last = nn.Linear(tokens, 4, bias=False)
+
+    def forward(self, x):
+        joined = torch.cat((x[:, : x.shape[1] // 2], self.mix(x.transpose(1, 2)).transpose(1, 2)), dim=1) + x
+        y = joined * torch.rsqrt(joined.square().mean(dim=-1, keepdim=True) + 1e-5)
+        return self.out(y), self.last(y.transpose(1, 2))
+
+
+def test_a_norm_writes_what_is_read_turned_in_its_own_kernel():
+    """As torch.compile does in Wukong with its norms replaced: one kernel of the norm, its result and its turned copy."""
+    found = [kernel for kernel in capture(TurnedNorm(16, 64), (torch.randn(B, 16, 64),)).fused if kernel.phase == "forward"]
+    (norm,) = [kernel for kernel in found if kernel.kind == "row"]
+    size, statistic = 2 * B * 16 * 64, 2 * B * 16
+    # The sum stays for the backward.
+    assert norm.written_bytes.at(B) == 3 * size + statistic
+    assert not any({"mul", "rsqrt"} <= set(kernel.label.split()) for kernel in found if kernel is not norm)
+
+
+@pytest.mark.parametrize(("mask", "uneven"), [((64, 1, 1, 24), True), ((1, 1, 1, 24), False), ((64, 1, 24, 24), True)])
+def test_a_mask_that_heads_share_makes_a_softmax_uneven(mask, uneven):
+    """Its index is none that runs along with the scores, so that torch.compile takes rows in pieces."""
+    scores, loop = torch.empty(mask, device="meta"), torch.empty(64, 4, 24, 24, device="meta")
+    assert repeated_within(scores, loop) == uneven
+
+
+def test_with_mods_kernels_and_bytes_are_torch_compiles():
+    """Wukong at batch 2,048 on an H100, torch 2.11, but for gradients of tables (`benchmarks/step_profile.py`)."""
+    own = [kernel for kernel in zoo_with_mods("wukong-production").fused if kernel.kind != "scatter"]
+    assert sum(kernel.count for kernel in own) == pytest.approx(247, rel=0.02)
+    moved = sum(kernel.count * (kernel.read_bytes.at(2048) + kernel.written_bytes.at(2048)) for kernel in own)
+    assert moved == pytest.approx(40_572_874_754, rel=0.10)
 
 
 def test_look_ups_scale_with_the_ids_and_not_with_the_table():

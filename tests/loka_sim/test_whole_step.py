@@ -252,6 +252,21 @@ def test_measured_steps_lie_within_a_tenth_of_the_predicted():
     assert max(errors.values()) < 0.10
 
 
+@pytest.mark.parametrize(("model", "batch"), [("wukong-production", 2048), ("interformer-small", 4096)])
+def test_mods_shorten_steps_about_as_measured(model, batch):
+    """Measured on an H100; the H200's memory is faster, and the norms that Mods replace are a smaller part of a step."""
+    path = Path(__file__).parents[2] / "benchmarks" / "whole_step.py"
+    spec = importlib.util.spec_from_file_location("whole_step_benchmark", path)
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    steps = json.loads((data_folder() / "h100" / "step_profiles.json").read_text())["steps"]
+    measured = {step["model"]: step["kernels_ms"] for step in steps if step["batch"] == batch and step["variant"] == "bf16"}
+    answers = {}
+    plain, changed = (benchmark.predicted(name, batch, answers)["bf16"][0] for name in (model, f"{model}+mods"))
+    shorter = measured[model] / measured[f"{model}+mods"]
+    assert 1 + 0.5 * (shorter - 1) < plain / changed < shorter + 0.05
+
+
 def test_cut_reductions_and_torchs_own_adds_are_several_kernels():
     kernels = [
         Fused(FORWARD, "pointwise", "add", Dim(0, 64), Dim(1), Dim(0, 128), Dim(0, 128), Dim(0), count=3),
