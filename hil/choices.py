@@ -2,14 +2,14 @@
 
     python -m hil.choices --out data/h200 --minutes 1 --workers 14 --seed 91001
     python -m hil.choices --out data/h200 --minutes 2 --workers 14 --seed 95001 --kernels torch/bf16 --width 256
-    python -m hil.choices --out DIR --hardware-spec FILE --learners 5
+    python -m hil.choices --out DIR --hardware-spec FILE --learners 5 --start h200 --epochs 12
 
 A call is captured into a CUDA graph and never run: the graph's nodes name the kernels. That takes 0.3 ms, and answers without
 noise what a timed launch shows as a jump. Shapes are drawn as `hil.launches` draws them; those that `gemm.parquet` in the
 folder has are left out, so that what is learned stays ignorant of the shapes that judge it. The networks, one a kernel, are
 written as `choices/<kernel>.json.gz`, with a sidecar that says how often each is right on answers that it has not seen.
 `perfmodel.fit` makes features of them (`perfmodel.choice`): by the same specification of the GPU as they learn by, FILE, in the
-third form.
+third form. There they go on from the networks of a shipped GPU, much of whose choices is this one's, too.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from hil.timing import BufferPool
 from perfmodel.choice import PARTS, Choice, asked, parts_of
 from perfmodel.data_folder import data_folder
 from perfmodel.hardware import DEFAULT, HardwareSpec
-from perfmodel.model import choice_file
+from perfmodel.model import PerfModel, choice_file
 from perfmodel.network import REACH, Network
-from perfmodel.saved import read_spec
+from perfmodel.saved import load, read_spec
 
 KERNELS_ASKED = (
     "torch/bf16", "torch/bf16_batched", "torch/fp8_tensorwise_fast", "torch/fp8_tensorwise_split", "torch/fp8_block128",
@@ -193,7 +193,13 @@ def answers(
 
 
 def learn(
-    kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, epochs: int, width: int | None = None, seed: int = 0
+    kernel: str,
+    rows: pd.DataFrame,
+    hardware: HardwareSpec,
+    epochs: int,
+    width: int | None = None,
+    start: Choice | None = None,
+    seed: int = 0,
 ) -> tuple[Choice, dict[str, Any]]:
     """A network of one kernel's choices, trained on the GPU where there is one, and how often it is right.
 
@@ -203,6 +209,7 @@ def learn(
         hardware: The GPU.
         epochs: Times that each row is seen.
         width: Units of a hidden layer, by default `WIDTH`.
+        start: Of another GPU, to go on from, whose width is kept.
         seed: Seeds weights, order and what is held out.
     """
     import torch
@@ -213,6 +220,8 @@ def learn(
     matrix = asked(kernel, m, n, k, groups, hardware)
     coded = [np.unique(rows[part].to_numpy(), return_inverse=True) for part in PARTS]
     mean, deviation = matrix.mean(axis=0), matrix.std(axis=0) + np.float32(1e-6)
+    if start is not None:
+        mean, deviation = start.network.mean, start.network.deviation
     x = torch.from_numpy(np.clip((matrix - mean) / deviation, -REACH, REACH)).to(device)
     y = torch.from_numpy(np.stack([number for _, number in coded], axis=1)).to(device)
     # Every part has as many outputs as the one of most codes while it learns: all are one loss then, in a few launches a step.
@@ -220,8 +229,11 @@ def learn(
     real = np.concatenate([most * part + np.arange(len(codes)) for part, (codes, _) in enumerate(coded)])
     test, order = np.split(np.random.default_rng(seed).permutation(len(rows)), [min(HELD_OUT, len(rows) // 10)])
     kept = torch.from_numpy(order).to(device)
-    sizes = [x.shape[1], *[width or WIDTH] * HIDDEN, most * len(PARTS)]
+    hidden = [width or WIDTH] * HIDDEN if start is None else [len(biases) for _, biases in start.network.layers[:-1]]
+    sizes = [x.shape[1], *hidden, most * len(PARTS)]
     linear = [torch.nn.Linear(*pair, device=device) for pair in zip(sizes, sizes[1:], strict=False)]
+    if start is not None:
+        _go_on(linear, start, [codes for codes, _ in coded], most)
     layers = [part for layer in linear[:-1] for part in (layer, torch.nn.Hardswish())]
     model = torch.nn.Sequential(*layers, linear[-1])
     batch = min(BATCH if len(order) < MANY_ANSWERS else 4 * BATCH, len(order))
@@ -252,6 +264,33 @@ def learn(
     }
 
 
+def _go_on(linear: Sequence[Any], start: Choice, codes: Sequence[npt.NDArray[np.int64]], most: int) -> None:
+    """Give layers the weights of a network: of codes that it does not tell, none, and of all its least bias.
+
+    Args:
+        linear: `torch.nn.Linear` layers, the last with `most` outputs for each of `PARTS`.
+        start: The network.
+        codes: Of each part those that the outputs are of, in order.
+        most: Outputs of a part.
+    """
+    import torch
+
+    weights, biases = start.network.layers[-1]
+    last, level = np.zeros((len(weights), most * len(PARTS)), np.float32), np.zeros(most * len(PARTS), np.float32)
+    first = 0
+    for part, (known, wanted) in enumerate(zip(start.codes, codes, strict=True)):
+        its = slice(first, first + len(known))
+        place = most * part + np.searchsorted(wanted, known[np.isin(known, wanted)])
+        level[most * part : most * part + len(wanted)] = biases[its].min()
+        last[:, place] = weights[:, its][:, np.isin(known, wanted)]
+        level[place] = biases[its][np.isin(known, wanted)]
+        first = its.stop
+    with torch.no_grad():
+        for layer, (weight, bias) in zip(linear, [*start.network.layers[:-1], (last, level)], strict=True):
+            layer.weight.copy_(torch.from_numpy(weight.T.copy()))
+            layer.bias.copy_(torch.from_numpy(bias.copy()))
+
+
 def _judged(folder: Path) -> dict[str, Any]:
     """What a folder's sidecar says of each kernel; nothing where it is not there or damaged."""
     try:
@@ -267,10 +306,21 @@ def unanswered(folder: Path) -> tuple[str, ...]:
 
 
 def _learned(
-    rows: pd.DataFrame, kernels: Sequence[str], hardware: HardwareSpec, epochs: int, width: int, processes: int
+    rows: pd.DataFrame,
+    kernels: Sequence[str],
+    hardware: HardwareSpec,
+    epochs: int,
+    width: int,
+    processes: int,
+    start: PerfModel | None,
 ) -> Iterator[tuple[str, Choice, dict[str, Any]]]:
     """`learn` of each kernel that has answers, in order, so many at a time."""
-    jobs = [(kernel, mine, hardware, epochs, width) for kernel in kernels if len(mine := rows[rows["kernel"] == kernel])]
+    from_what = {kernel: start.choice(kernel) for kernel in kernels if start and kernel in start.manifest["kernels"]}
+    jobs = [
+        (kernel, mine, hardware, epochs, width, from_what.get(kernel))
+        for kernel in kernels
+        if len(mine := rows[rows["kernel"] == kernel])
+    ]
     if processes < 2 or len(jobs) < 2:
         yield from ((job[0], *learn(*job)) for job in jobs)
         return
@@ -287,6 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=1.0, help="of asking")
     parser.add_argument("--epochs", type=int, default=40, help="of learning; 0 only asks, which --answers then keeps")
     parser.add_argument("--width", type=int, default=WIDTH, help="units of a network's hidden layers (default: %(default)s)")
+    parser.add_argument("--start", metavar="NAME", help="shipped hardware whose networks to go on from (default: none)")
     parser.add_argument("--most", type=int, default=250_000, help="answers of a process")
     parser.add_argument("--seed", type=int, default=91001)
     parser.add_argument("--workers", type=int, default=8, help="processes that ask")
@@ -310,6 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--earlier {' '.join(absent)} is not there")
     try:
         spec = read_spec(options.hardware_spec or data_folder() / (shipped() or DEFAULT) / "hardware.json")
+        start = load(options.start) if options.start else None
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -340,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     command = f"python -m hil.choices {shlex.join(arguments if arguments is not None else sys.argv[1:])}"
     where = fingerprint() if torch.cuda.is_available() else {}
-    for kernel, choice, scores in _learned(rows, kernels, spec, options.epochs, options.width, options.learners):
+    for kernel, choice, scores in _learned(rows, kernels, spec, options.epochs, options.width, options.learners, start):
         write_atomic(folder / choice_file(kernel), partial(Path.write_bytes, data=gzip.compress(choice.save(), 9, mtime=0)))
         print(f"{kernel}: {scores}, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
         judged[kernel] = {"command": command, **where, **scores}

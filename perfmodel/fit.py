@@ -1,10 +1,12 @@
 """Fit the kernel-time model on measured timings and judge it on shapes that it has not seen.
 
     python -m perfmodel.fit --hardware h200
-    python -m perfmodel.fit --timings DIR --hardware-spec FILE --out CALIBRATION
+    python -m perfmodel.fit --hardware h100 --start h200
+    python -m perfmodel.fit --timings DIR --hardware-spec FILE --start h200 --out CALIBRATION
 
-The second fits a user's own sweep: DIR holds `gemm.parquet`, `memory.parquet` or both as `hil.collect` writes them, FILE is
-a specification as `data/h200/hardware.json`, and `perfmodel.load(name, calibration=CALIBRATION)` reads the result.
+The last fits a user's own sweep: DIR holds `gemm.parquet`, `memory.parquet` or both as `hil.collect` writes them, FILE is
+a specification as `data/h200/hardware.json`, and `perfmodel.load(name, calibration=CALIBRATION)` reads the result. With
+`--start` a kernel is learned from where a shipped GPU's model of it ends (`perfmodel/transfer.py`), by far fewer timings.
 
 Where `launches.parquet` (`hil.launches`) lies beside the timings, each GEMM kernel is learned from its quick launches first:
 `perfmodel/learn.py` says why. Where `choices` (`hil.choices`) lies there, too, its kernels are told what the library chooses.
@@ -45,10 +47,11 @@ from perfmodel.judge import SHAPE
 from perfmodel.kernels import GEMM_KERNELS, KERNELS, library_of
 from perfmodel.learn import Learned, learn_first, measured_range, predict, train
 from perfmodel.measured import LEAST_US, read_choices, read_launches, read_timings
-from perfmodel.model import choice_file, model_file, network_file, size_class
+from perfmodel.model import PerfModel, choice_file, model_file, network_file, size_class
 from perfmodel.parallel import each
-from perfmodel.saved import SCHEMA_VERSION, read_spec
+from perfmodel.saved import SCHEMA_VERSION, load, read_spec
 from perfmodel.slim import slim
+from perfmodel.transfer import Start, begin, starts
 
 __all__ = [
     "FOLDS", "LEAST_US", "SHAPE", "fit", "folds_of", "judge", "predict", "read_launches", "read_timings", "table", "train",
@@ -68,8 +71,8 @@ NEVER_SEEN = {
 }
 TORCH_GEMMS = tuple(name for name in GEMM_KERNELS if library_of(name) == "torch")
 HELD_OUT_SWEEPS = (*NEVER_SEEN, "repeat")
-# A kernel with fewer rows is left out.
-LEAST_ROWS_FIT = 60
+# A kernel with fewer rows is left out; one that another GPU's model knows needs fewer.
+LEAST_ROWS_FIT, LEAST_ROWS_START = 60, 30
 
 
 def judge(
@@ -101,23 +104,35 @@ def judge(
     }
 
 
-def fitted_rows(everything: pd.DataFrame) -> pd.DataFrame:
-    """Rows to fit: no held-out sweep, no shape of `NEVER_SEEN`, no kernel with too few rows (named on stderr)."""
+def fitted_rows(everything: pd.DataFrame, least: int = LEAST_ROWS_FIT) -> pd.DataFrame:
+    """Rows to fit: no held-out sweep, no shape of `NEVER_SEEN`, no kernel with fewer than `least` rows (named on stderr)."""
     fitted = ~everything["sweep"].isin(HELD_OUT_SWEEPS)
     kept = pd.MultiIndex.from_frame(everything.loc[everything["sweep"].isin(NEVER_SEEN), SHAPE])
     fitted &= ~pd.MultiIndex.from_frame(everything[SHAPE]).isin(kept)
     rows = everything[fitted]
     number = rows["kernel"].value_counts()
-    for kernel, count in number[number < LEAST_ROWS_FIT].items():
-        print(f"left out {kernel}: {count} rows, and a fit needs {LEAST_ROWS_FIT}", file=sys.stderr)
-    rows = rows[rows["kernel"].isin(list(number.index[number >= LEAST_ROWS_FIT]))].reset_index(drop=True)
+    for kernel, count in number[number < least].items():
+        print(f"left out {kernel}: {count} rows, and a fit needs {least}", file=sys.stderr)
+    rows = rows[rows["kernel"].isin(list(number.index[number >= least]))].reset_index(drop=True)
     if not len(rows):
-        raise ValueError(f"no kernel has {LEAST_ROWS_FIT} rows to fit; measure more with: python -m hil.collect")
+        raise ValueError(f"no kernel has {least} rows to fit; measure more with: python -m hil.collect")
     return rows
 
 
+def _timings_of(hardware: str) -> pd.DataFrame | None:
+    """What a shipped GPU's model was fitted to; None where the package came without that."""
+    try:
+        return fitted_rows(read_timings(hardware), 1)
+    except FileNotFoundError:
+        return None
+
+
 def fit(
-    hardware_name: str = "h200", folder: Path | None = None, timings_folder: Path | None = None, spec: Path | None = None
+    hardware_name: str = "h200",
+    folder: Path | None = None,
+    timings_folder: Path | None = None,
+    spec: Path | None = None,
+    start: str | None = None,
 ) -> dict[str, Any]:
     """Cross-validate, fit on everything, write the trees and the manifest; returns the manifest.
 
@@ -127,6 +142,7 @@ def fit(
             calibration folder: the trees go to `perfmodel` in it and the specification beside that.
         timings_folder: A user's own sweep.
         spec: File with the specification of the GPU that it was measured on; by default that of `hardware_name`.
+        start: The shipped GPU whose model to go on from; None to learn from these timings alone.
 
     Raises:
         ValueError: an argument is missing, or the timings or the specification are unusable.
@@ -140,16 +156,25 @@ def fit(
     hardware = hardware_module.load(hardware_name) if spec is None else read_spec(spec)
     measured_folder = timings_folder or data_folder() / hardware.name
     everything = read_timings(hardware.name, measured_folder)
-    timings = fitted_rows(everything)
-    launches = read_launches(everything, measured_folder)
-    first = learn_first(launches, hardware, timings["kernel"].unique(), read_choices(measured_folder))
+    timings = fitted_rows(everything, LEAST_ROWS_FIT if start is None else LEAST_ROWS_START)
+    launches, choices = read_launches(everything, measured_folder), read_choices(measured_folder)
+    first: dict[str, Learned | Start] = {}
+    begun: PerfModel | None = None
+    if start is None:
+        first |= learn_first(launches, hardware, timings["kernel"].unique(), choices)
+    else:
+        if hardware.like != start:
+            raise ValueError(f'{spec_path} says like {hardware.like!r}; to start from {start}, say "like": "{start}" in it')
+        begun = load(start)
+        first |= starts(begun, _timings_of(start), hardware, timings["kernel"].unique(), launches, choices)
     predicted = held_out(timings, hardware, first)
     fresh = leave_out_runs(timings, hardware, first, predicted)
     measured, bounds = timings["p50_us"].to_numpy(), fresh.bounds(timings)
-    command = f"python -m perfmodel.fit --hardware {hardware_name}"
+    command = f"python -m perfmodel.fit --hardware {hardware_name}" + (f" --start {start}" if start else "")
     target = folder or data_folder() / hardware.name / "models"
     if timings_folder is not None and folder is not None:
-        command = f"python -m perfmodel.fit --timings {timings_folder} --hardware-spec {spec_path} --out {folder}"
+        given = f"--timings {timings_folder} --hardware-spec {spec_path} --out {folder}"
+        command = f"python -m perfmodel.fit {given}" + (f" --start {start}" if start else "")
         target = folder / "perfmodel"
         target.mkdir(parents=True, exist_ok=True)
         (folder / "hardware.json").write_text(spec_path.read_text())
@@ -170,7 +195,7 @@ def fit(
             "network": mine.network is not None,
             "choice": mine.choice is not None,
             "planned": True,
-            "range": measured_range(rows),
+            "range": _range(rows, begun.manifest["kernels"].get(kernel) if begun else None),
         }
     judged = {
         "choice_regret": choice_regret(timings, predicted, TORCH_GEMMS),
@@ -185,6 +210,7 @@ def fit(
         "rows": len(timings),
         "shapes": int(timings.groupby(SHAPE).ngroups),
         "launches": 0 if launches is None else int(launches["kernel"].isin(list(first)).sum()),
+        **({"start": {"hardware": start, "fingerprint": begun.fingerprint}} if begun else {}),
         "held_out": f"{FOLDS}-fold cross-validation by whole shapes",
         **{name: value for name, value in judged.items() if value is not None},
         **(
@@ -198,6 +224,14 @@ def fit(
     return manifest
 
 
+def _range(rows: pd.DataFrame, begun: dict[str, Any] | None) -> dict[str, list[float]]:
+    """`measured_range`, with what was measured on the GPU that learning began from."""
+    own = measured_range(rows)
+    if begun is None:
+        return own
+    return {name: [min(low, begun["range"][name][0]), max(high, begun["range"][name][1])] for name, (low, high) in own.items()}
+
+
 def _write(folder: Path, files: dict[str, bytes | None]) -> None:
     """Write files, and remove those without content: one after the other, since those of two fits do not go together."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -208,9 +242,9 @@ def _write(folder: Path, files: dict[str, bytes | None]) -> None:
             (folder / name).write_bytes(content)
 
 
-def _stored(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Learned | None) -> tuple[Learned, bytes]:
+def _stored(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Learned | Start | None) -> tuple[Learned, bytes]:
     """What `train` makes, and its trees as they are written."""
-    learned = train(kernel, rows, hardware, first)
+    learned = train(kernel, rows, hardware, begin(first))
     return learned, gzip.compress(slim(learned.booster), 9, mtime=0)
 
 
@@ -256,12 +290,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--hardware", default="h200")
     parser.add_argument("--timings", type=Path, metavar="DIR", help="a sweep of your own (gemm.parquet, memory.parquet)")
     parser.add_argument("--hardware-spec", type=Path, metavar="FILE", help="what it was measured on; as data/h200/hardware.json")
+    parser.add_argument("--start", metavar="NAME", help="shipped hardware whose model to go on from (default: none)")
     parser.add_argument(
         "--out", type=Path, help="folder for the trees (default: data/<hardware>/models); with --timings, the calibration folder"
     )
     options = parser.parse_args(arguments)
     try:
-        print(table(fit(options.hardware, options.out, options.timings, options.hardware_spec)))
+        print(table(fit(options.hardware, options.out, options.timings, options.hardware_spec, options.start)))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
 
 from perfmodel.data_folder import data_folder
 
@@ -27,6 +28,7 @@ class HardwareSpec:
         copy_bandwidth_tbs: Read plus written bytes of a large copy, in TB/s.
         l2_bytes: L2 cache size in bytes.
         multiprocessors: Streaming multiprocessors.
+        like: A shipped GPU by whose costs of a launch (`perfmodel.memory_costs`) this one's kernels are learned.
     """
 
     name: str
@@ -37,6 +39,17 @@ class HardwareSpec:
     copy_bandwidth_tbs: float
     l2_bytes: int
     multiprocessors: int
+    like: str | None = None
+
+    @classmethod
+    def of(cls, document: dict[str, Any]) -> HardwareSpec:
+        """From a file's content.
+
+        Raises:
+            KeyError: a field is missing; it is named.
+        """
+        values = {field.name: document[field.name] for field in fields(cls) if field.default is MISSING}
+        return cls(**{**values, "capability": tuple(values["capability"])}, like=document.get("like"))
 
 
 def available() -> list[str]:
@@ -53,9 +66,7 @@ def load(name: str) -> HardwareSpec:
     path = data_folder() / name / FILE
     if name not in available():
         raise ValueError(f"hardware {name!r} has no data; choose one of: {', '.join(available())}")
-    document = json.loads(path.read_text())
-    values = {field.name: document[field.name] for field in fields(HardwareSpec)}
-    return HardwareSpec(**{**values, "capability": tuple(values["capability"])})
+    return HardwareSpec.of(json.loads(path.read_text()))
 
 
 def nearest(

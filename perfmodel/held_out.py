@@ -8,7 +8,7 @@ the next sweep and another GPU, are calibrated on runs that were left out whole.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from perfmodel.kernels import GEMM_KERNELS, KERNELS
 from perfmodel.learn import Learned, predict, train
 from perfmodel.model import SIZE_CLASSES_US, size_class
 from perfmodel.parallel import each
+from perfmodel.transfer import Start, begin
 
 Array = npt.NDArray[np.float64]
 
@@ -57,7 +58,7 @@ def runs_of(timings: pd.DataFrame) -> npt.NDArray[np.int64]:
 def held_out(
     timings: pd.DataFrame,
     hardware: HardwareSpec,
-    first: dict[str, Learned] | None = None,
+    first: Mapping[str, Learned | Start] | None = None,
     part: npt.NDArray[np.int64] | None = None,
     judged: Iterable[int] | None = None,
 ) -> Array:
@@ -66,7 +67,7 @@ def held_out(
     Args:
         timings: Careful timings of any kernels.
         hardware: The GPU.
-        first: Per kernel, what quick launches of other shapes taught, to go on from.
+        first: Per kernel, what quick launches of other shapes taught, or another GPU, to go on from.
         part: What is held out together: `folds_of` (the default) or `runs_of`.
         judged: Which parts to judge; all by default.
 
@@ -95,7 +96,7 @@ def _held_out(
     part: npt.NDArray[np.int64],
     judged: Iterable[int],
     hardware: HardwareSpec,
-    first: Learned | None,
+    first: Learned | Start | None,
 ) -> Array:
     """`held_out` of one kernel, whose rows have these shapes' numbers and parts."""
     result = np.full(len(rows), np.nan)
@@ -103,7 +104,8 @@ def _held_out(
         test = part == number
         known = ~test & ~np.isin(shape, shape[test])
         if test.any() and known.sum() >= LEAST_ROWS:
-            result[test] = predict(train(kernel, rows[known], hardware, first), kernel, rows[test], hardware)
+            learned = train(kernel, rows[known], hardware, begin(first, rows[test]))
+            result[test] = predict(learned, kernel, rows[test], hardware)
     return result
 
 
@@ -199,13 +201,15 @@ class Unseen:
         return result
 
 
-def leave_out_runs(timings: pd.DataFrame, hardware: HardwareSpec, first: dict[str, Learned] | None, by_fold: Array) -> Unseen:
+def leave_out_runs(
+    timings: pd.DataFrame, hardware: HardwareSpec, first: Mapping[str, Learned | Start] | None, by_fold: Array
+) -> Unseen:
     """Predict every run by trees that did not see it.
 
     Args:
         timings: Careful timings with their `run`.
         hardware: The GPU.
-        first: Per kernel, what quick launches taught.
+        first: As of `held_out`.
         by_fold: Times as predicted by folds of shapes, for kernels of which too little remains without one of their runs.
     """
     part, predicted, measured = folds_of(timings), by_fold.copy(), timings["p50_us"].to_numpy()

@@ -48,6 +48,11 @@ TOLD_ROUNDS = 120
 # Of those on top of them.
 NEXT_PARAMETERS = {**PARAMETERS, "objective": "reg:absoluteerror", "eta": 0.06}
 NEXT_ROUNDS = 200
+# Of those on top of another GPU's: few timings of a memory-bound kernel then say by how much it is slower, and hardly more.
+NEXT_MEMORY_PARAMETERS = {**NEXT_PARAMETERS, "max_depth": 2, "eta": 0.05, "min_child_weight": 6.0}
+# Of those that quick launches grow on top of another GPU's.
+MORE_PARAMETERS = {**FIRST_PARAMETERS, "max_depth": 10, "eta": 0.05, "min_child_weight": 64.0}
+MORE_ROUNDS = 100
 # Fewer quick launches of a kernel teach nothing.
 LEAST_LAUNCHES = 2000
 
@@ -81,6 +86,13 @@ def _xgboost() -> Any:
     return xgboost
 
 
+def read_trees(stored: bytes) -> Any:
+    """Trees as a models folder has them, to be grown further."""
+    trees = _xgboost().Booster()
+    trees.load_model(bytearray(stored))
+    return trees
+
+
 def _data(
     kernel: str, rows: pd.DataFrame, time_us: Array, hardware: HardwareSpec, choice: Choice | None, net: Network | None
 ) -> Any:
@@ -104,6 +116,18 @@ def learn_first(
         kernels: Which to learn, at most.
         choices: Of kernels of which it is known what tells the library's choice.
     """
+    found = steadied(launches, hardware, kernels, choices)
+    jobs = [(kernel, rows, hardware, (choices or {}).get(kernel), net) for kernel, (rows, net) in found.items()]
+    return dict(zip(found, each(_jumps, jobs), strict=True))
+
+
+def steadied(
+    launches: pd.DataFrame | None,
+    hardware: HardwareSpec,
+    kernels: Iterable[str],
+    choices: Mapping[str, Choice] | None = None,
+) -> dict[str, tuple[pd.DataFrame, Network]]:
+    """Each kernel's launches without the drift of the clocks, and the network that took it out; arguments as `learn_first`."""
     if launches is None:
         return {}
     number = launches["kernel"].value_counts()
@@ -119,9 +143,8 @@ def learn_first(
         networks.append(net)
         residual[rows[kernel]] = off
         print(f"smooth part of {kernel}: {len(mine)} launches", file=sys.stderr)
-    time = launches["time_us"].to_numpy(dtype=float) * np.exp(-drift(launches, residual))
-    grown = each(_jumps, [(*job, net, time[index]) for job, index, net in zip(jobs, rows.values(), networks, strict=True)])
-    return dict(zip(rows, grown, strict=True))
+    steady = launches.assign(time_us=launches["time_us"].to_numpy(dtype=float) * np.exp(-drift(launches, residual)))
+    return {kernel: (steady.iloc[index], net) for (kernel, index), net in zip(rows.items(), networks, strict=True)}
 
 
 def _smooth(kernel: str, launches: pd.DataFrame, hardware: HardwareSpec, choice: Choice | None) -> tuple[Network, Array]:
@@ -133,13 +156,18 @@ def _smooth(kernel: str, launches: pd.DataFrame, hardware: HardwareSpec, choice:
     return net, target - net.predict(matrix)
 
 
-def _jumps(
-    kernel: str, launches: pd.DataFrame, hardware: HardwareSpec, choice: Choice | None, net: Network, time_us: Array
-) -> Learned:
+def _jumps(kernel: str, launches: pd.DataFrame, hardware: HardwareSpec, choice: Choice | None, net: Network) -> Learned:
     """Trees on top of the network, of launches without their drift."""
     parameters, rounds = (FIRST_PARAMETERS, FIRST_ROUNDS) if choice is None else (TOLD_PARAMETERS, TOLD_ROUNDS)
-    data = _data(kernel, launches, time_us, hardware, choice, net)
+    data = _data(kernel, launches, launches["time_us"].to_numpy(dtype=float), hardware, choice, net)
     return Learned(net, _xgboost().train(parameters, data, rounds), choice)
+
+
+def learn_more(kernel: str, launches: pd.DataFrame, hardware: HardwareSpec, start: Learned) -> Learned:
+    """What quick launches on this GPU, without their drift, add to what is known from another."""
+    net, trees, choice = start
+    data = _data(kernel, launches, launches["time_us"].to_numpy(dtype=float), hardware, choice, net)
+    return Learned(net, _xgboost().train(MORE_PARAMETERS, data, MORE_ROUNDS, xgb_model=trees), choice)
 
 
 def train(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Learned | None = None) -> Learned:
@@ -149,11 +177,12 @@ def train(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Learne
         kernel: Which kernel.
         rows: Its careful timings, `p50_us`.
         hardware: The GPU.
-        first: What `learn_first` learned from other shapes.
+        first: What `learn_first` learned from other shapes, or what is known from another GPU (`perfmodel.transfer`).
     """
     net, start, choice = first or (None, None, None)
-    alone = PARAMETERS if "gemm" in KERNELS[kernel].kind else MEMORY_PARAMETERS
-    parameters = alone if first is None else NEXT_PARAMETERS
+    gemm = "gemm" in KERNELS[kernel].kind
+    alone, on_top = (PARAMETERS, NEXT_PARAMETERS) if gemm else (MEMORY_PARAMETERS, NEXT_MEMORY_PARAMETERS)
+    parameters = alone if first is None else on_top
     data = _data(kernel, rows, rows["p50_us"].to_numpy(dtype=float), hardware, choice, net)
     return Learned(net, _xgboost().train(parameters, data, ROUNDS if first is None else NEXT_ROUNDS, xgb_model=start), choice)
 

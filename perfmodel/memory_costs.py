@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from perfmodel import hardware as hardware_module
 from perfmodel.data_folder import data_folder
 from perfmodel.hardware import HardwareSpec
 from perfmodel.kernels import KERNELS
@@ -93,15 +94,18 @@ _COUNTS = {"steps": 4, "members": 64, "chunk": 64, "down": 64, "across": 16}
 
 @lru_cache(maxsize=8)
 def known(hardware_name: str) -> dict[str, dict[str, float]]:
-    """Costs by kernel and name of the term, of a GPU's `memory_costs.json`; none where it has no such file."""
+    """Costs by kernel and name of the term, of a GPU's `memory_costs.json` or of the shipped one that it is like; else none."""
     path = data_folder() / hardware_name / FILE
-    costs: dict[str, dict[str, float]] = json.loads(path.read_text())["kernels"] if path.is_file() else {}
-    return costs
+    if path.is_file():
+        costs: dict[str, dict[str, float]] = json.loads(path.read_text())["kernels"]
+        return costs
+    like = hardware_module.load(hardware_name).like if hardware_name in hardware_module.available() else None
+    return {} if like is None else known(like)
 
 
 def estimated_us(kernel: str, m: Array, k: Array, hardware: HardwareSpec) -> Array | None:
     """Time of calls as the sum of their costs, in microseconds; None for a kernel whose costs are not known."""
-    costs = known(hardware.name).get(kernel)
+    costs = known(hardware.like or hardware.name).get(kernel)
     if costs is None:
         return None
     found = terms(kernel, m, k, hardware)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,10 @@ def read_spec(path: Path) -> HardwareSpec:
     Raises:
         ValueError: the file is missing, damaged or lacks a field.
     """
-    document = read_json(path)
-    names = [field.name for field in fields(HardwareSpec)]
-    if missing := [name for name in names if name not in document]:
-        raise ValueError(f"{path} lacks {missing[0]!r}; see data/h200/hardware.json for the layout")
-    values = {name: document[name] for name in names}
-    return HardwareSpec(**{**values, "capability": tuple(values["capability"])})
+    try:
+        return HardwareSpec.of(read_json(path))
+    except KeyError as error:
+        raise ValueError(f"{path} lacks {error}; see data/h200/hardware.json for the layout") from None
 
 
 def _open(spec: HardwareSpec, folder: Path) -> PerfModel:

@@ -14,6 +14,7 @@ from perfmodel import hardware
 from perfmodel.choice import PARTS, Choice, asked, parts_of
 from perfmodel.data_folder import data_folder
 from perfmodel.model import choice_file
+from perfmodel.network import REACH
 from perfmodel.saved import read_spec
 
 KERNEL = "torch/fp8_tensorwise_fast"
@@ -97,6 +98,45 @@ def test_a_rule_is_learned_and_judged_on_answers_held_out(library, monkeypatch):
     told = choice.parts(asked(KERNEL, *(fresh[x].to_numpy(float) for x in ("m", "n", "k", "groups")), hardware.load("h200")))
     right = (told == fresh[list(PARTS)].to_numpy()).all(axis=1).mean()
     assert right == pytest.approx(judged["all_right"], abs=0.04)
+
+
+def test_learning_goes_on_from_another_gpus_network(library, monkeypatch):
+    monkeypatch.setattr(choices, "WIDTH", 48)
+    monkeypatch.setattr(choices, "BATCH", 256)
+    spec = hardware.load("h200")
+    rows = choices.answers((KERNEL,), 0, 7, NONE, 60.0, 3600)
+    start, _ = choices.learn(KERNEL, rows, spec, epochs=12)
+    few = choices.answers((KERNEL,), 3, 7, NONE, 60.0, 900)
+    (_, anew), (more, on) = (choices.learn(KERNEL, few, spec, epochs=1, start=begun) for begun in (None, start))
+    assert on["all_right"] > 0.85 and on["all_right"] > anew["all_right"] + 0.2
+    assert [weights.shape[1] for weights, _ in more.network.layers[:-1]] == [48, 48, 48]
+    # What this GPU's library never chooses is forgotten; what it alone chooses is learned.
+    other = few.assign(tile_n=np.where(few["tile_n"] == 128, 96, few["tile_n"]))
+    assert 96 in choices.learn(KERNEL, other, spec, epochs=1, start=start)[0].codes[0]
+
+
+def test_the_layers_it_begins_with_say_what_the_network_says(library):
+    import torch
+
+    start = Choice.load(gzip.decompress((data_folder() / "h200" / "choices" / choice_file(KERNEL)).read_bytes()))
+    # Each part lacks its first code, and has one that the network does not know.
+    codes = [np.append(known[1:], known.max() + 1) for known in start.codes]
+    most = max(map(len, codes))
+    widths = [len(start.network.mean), *(len(biases) for _, biases in start.network.layers[:-1]), most * len(PARTS)]
+    linear = [torch.nn.Linear(*pair) for pair in zip(widths, widths[1:], strict=False)]
+    choices._go_on(linear, start, codes, most)
+    matrix = start.network.mean + np.random.default_rng(0).normal(size=(64, widths[0])) * start.network.deviation
+    x = ((matrix - start.network.mean) / start.network.deviation).clip(-REACH, REACH).astype(np.float32)
+    out = torch.from_numpy(x)
+    with torch.no_grad():
+        for layer in linear[:-1]:
+            out = torch.nn.functional.hardswish(layer(out))
+        out = linear[-1](out).view(64, len(PARTS), most).numpy()
+    said = np.split(start.network.outputs(matrix), np.cumsum([len(known) for known in start.codes])[:-1], axis=1)
+    for part, known in enumerate(start.codes):
+        np.testing.assert_allclose(out[:, part, : len(known) - 1], said[part][:, 1:], rtol=1e-3, atol=1e-3)
+        least = start.network.layers[-1][1][sum(map(len, start.codes[:part])) :][: len(known)].min()
+        assert (out[:, part, len(known) - 1] == least).all()
 
 
 def test_from_answers_in_a_file_networks_are_written(library, tmp_path, monkeypatch):

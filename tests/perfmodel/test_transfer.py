@@ -1,0 +1,115 @@
+"""Learning a GPU from another's model, on made-up GPUs whose every time is known."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import perfmodel
+from hil.launches import drawn, takes
+from hil.shapes import memory_shapes
+from perfmodel import learn, transfer
+from perfmodel.fit import fit
+from perfmodel.judge import SHAPE
+
+GEMM, MEMORY = "torch/fp8_rowwise_fast", "torch/relu_forward"
+
+
+@pytest.fixture(scope="module")
+def base():
+    return perfmodel.load("h200")
+
+
+def here(base, rows, jagged=False):
+    """What calls take on a GPU that is slower for large results; jagged, GEMMs of a long K or some alignments, too."""
+    us, m, n, k = base.predict(rows)["time_us"].to_numpy(), *(rows[size].to_numpy(float) for size in ("m", "n", "k"))
+    if rows["kernel"].iloc[0] == MEMORY:
+        return us * (1 + 0.4 * m * k / (m * k + 1e6))
+    align = np.minimum(rows["n"] & -rows["n"], 256).to_numpy()
+    steps = np.where(np.isin(align, (64, 128)), 1.25, 1.0) * np.where(k > 8192, 1.2, 1.0)
+    return us * (1 + 0.4 * m * n / (m * n + 3e6)) * (steps if jagged else 1.0)
+
+
+def calls(kernel, count, seed):
+    shapes = drawn(4 * count, seed, (kernel,)) if kernel == GEMM else memory_shapes(count, seed)
+    fitting = [s for s in shapes if kernel != GEMM or takes(kernel, s)][:count]
+    return pd.DataFrame([(kernel, s.m, s.n, s.k, s.groups) for s in fitting], columns=["kernel", *SHAPE])
+
+
+def timed(base, rows, noise, column="p50_us", jagged=False, seed=0):
+    return rows.assign(**{column: here(base, rows, jagged) * np.exp(np.random.default_rng(seed).normal(0, noise, len(rows)))})
+
+
+def error(learned, kernel, base, hardware, test, jagged=False):
+    return np.abs(learn.predict(learned, kernel, test, hardware) / here(base, test, jagged) - 1).mean()
+
+
+@pytest.mark.parametrize(("kernel", "count", "most"), [(GEMM, 250, 0.03), (MEMORY, 60, 0.04)])
+def test_few_timings_suffice_where_another_gpu_is_known(base, kernel, count, most):
+    rows, test = timed(base, calls(kernel, count, 5), 0.01), calls(kernel, 400, 6)
+    begun = transfer.starts(base, None, base.hardware, [kernel])[kernel]
+    off = error(learn.train(kernel, rows, base.hardware, transfer.begin(begun)), kernel, base, base.hardware, test)
+    alone = error(learn.train(kernel, rows, base.hardware), kernel, base, base.hardware, test)
+    as_it_is = error(transfer.begin(begun), kernel, base, base.hardware, test)
+    assert off < most and off < 0.7 * alone and off < 0.5 * as_it_is
+
+
+def test_quick_launches_show_most_of_it(base):
+    quick = timed(base, calls(GEMM, 2500, 7), 0.05, "time_us", jagged=True)
+    rows, test = timed(base, calls(GEMM, 40, 8), 0.01, jagged=True), calls(GEMM, 400, 9)
+    errors = []
+    for launches in (None, quick):
+        begun = transfer.begin(transfer.starts(base, None, base.hardware, [GEMM], launches)[GEMM])
+        errors.append(error(learn.train(GEMM, rows, base.hardware, begun), GEMM, base, base.hardware, test, True))
+    assert errors[1] < 0.8 * errors[0]
+
+
+def test_hidden_shapes_are_forgotten(base):
+    known = perfmodel.fit.fitted_rows(perfmodel.fit.read_timings("h200"))
+    known = known[known["kernel"] == MEMORY]
+    hidden = known[SHAPE].drop_duplicates().sample(40, random_state=0)
+    theirs = pd.MultiIndex.from_frame(known[SHAPE]).isin(pd.MultiIndex.from_frame(hidden))
+    told = []
+    for factor in (1.0, 5.0):
+        timings = known.assign(p50_us=np.where(theirs, factor, 1.0) * known["p50_us"])
+        begun = transfer.starts(base, timings, base.hardware, [MEMORY])[MEMORY]
+        told.append(learn.predict(transfer.begin(begun, hidden), MEMORY, hidden.assign(kernel=MEMORY), base.hardware))
+    # Whatever their times were: it was learned anew without them.
+    np.testing.assert_array_equal(told[0], told[1])
+    other = hidden.assign(m=hidden["m"] + 1)
+    assert transfer.begin(begun, other).booster is begun.known.booster
+
+
+def test_before_careful_timings_it_knows_what_launches_taught(base):
+    known, early = transfer.stored(base, GEMM)
+    assert known.booster.num_boosted_rounds() - early.booster.num_boosted_rounds() == learn.NEXT_ROUNDS
+    rows = calls(GEMM, 200, 11)
+    ratio = learn.predict(early, GEMM, rows, base.hardware) / learn.predict(known, GEMM, rows, base.hardware)
+    assert np.abs(ratio - 1).mean() < 0.08 and ratio.std() > 0
+    assert transfer.stored(base, MEMORY)[1] is None
+    # What is stored predicts as the model does.
+    told = base.predict(rows)["time_us"].to_numpy()
+    np.testing.assert_allclose(learn.predict(known, GEMM, rows, base.hardware), told, rtol=1e-4)
+
+
+def test_a_fit_says_where_it_began_and_keeps_the_range(base, tmp_path):
+    folder = tmp_path / "timings"
+    folder.mkdir()
+    timed(base, calls(GEMM, 80, 12), 0.01).assign(sweep="own").to_parquet(folder / "gemm.parquet")
+    timed(base, calls(MEMORY, 40, 13), 0.01).assign(sweep="own").to_parquet(folder / "memory.parquet")
+    spec = (
+        (perfmodel.data_folder() / "h200" / "hardware.json")
+        .read_text()
+        .replace('"name": "h200"', '"name": "mine", "like": "h200"')
+    )
+    (tmp_path / "spec.json").write_text(spec)
+    manifest = fit(folder=tmp_path / "out", timings_folder=folder, spec=tmp_path / "spec.json", start="h200")
+    assert manifest["start"]["hardware"] == "h200" and manifest["start"]["fingerprint"] == base.fingerprint
+    assert manifest["command"].endswith("--start h200")
+    # Fewer rows than a fit from nothing needs, and larger calls than measured here that the H200 ran.
+    assert set(manifest["kernels"]) == {GEMM, MEMORY}
+    assert manifest["kernels"][MEMORY]["range"] == base.manifest["kernels"][MEMORY]["range"]
+    model = perfmodel.load("mine", tmp_path / "out")
+    test = calls(MEMORY, 200, 14)
+    assert np.abs(model.predict(test)["time_us"] / here(base, test) - 1).mean() < 0.06
+    with pytest.raises(ValueError, match="'a100' has no data"):
+        fit(folder=tmp_path / "out", timings_folder=folder, spec=tmp_path / "spec.json", start="a100")
