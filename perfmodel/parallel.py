@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 # Rows of all kernels from which on starting processes pays: one takes two seconds.
-MANY_ROWS = 20_000
+MANY_ROWS = 10_000
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
