@@ -163,9 +163,9 @@ def fit(
     if start is None:
         first |= learn_first(launches, hardware, timings["kernel"].unique(), choices)
     else:
+        begun = load(start)
         if hardware.like != start:
             raise ValueError(f'{spec_path} says like {hardware.like!r}; to start from {start}, say "like": "{start}" in it')
-        begun = load(start)
         first |= starts(begun, _timings_of(start), hardware, timings["kernel"].unique(), launches, choices)
     predicted = held_out(timings, hardware, first)
     fresh = leave_out_runs(timings, hardware, first, predicted)

@@ -140,7 +140,7 @@ def test_a_short_one_corrects_a_related_gpu(short):
     assert gemms["n"] > 50 and gemms["mape"] < 0.05
     said = " ".join(document["left_out"])
     assert "gemm: 120 of 5,632 shapes" in said and "memory: 30 of 320 shapes" in said
-    assert "of torch's kernels have fewer than 60 rows" in said
+    assert "of torch's kernels have fewer than 30 rows" in said
     assert "collectives" not in said
     assert json.loads((folder / "manifest.json").read_text())["hardware"] == "h100-80gb-hbm3"
     assert calibration.load(folder).host_step_us == HOST_US
@@ -265,14 +265,14 @@ def test_asking_that_fails_or_has_no_time_is_said_and_not_fatal(tmp_path, monkey
         raise DataError("python -m hil.choices ended with code 1; its last lines above say why")
 
     monkeypatch.setattr(measuring, "run", fails)
-    said = collection.ask(tmp_path, spec, 102.0, 4)
+    said = collection.ask(tmp_path, spec, 102.0, 4, None)
     assert ran == [102.0 + measuring.GRACE_S] and said[0].startswith("which kernels cuBLAS chooses, for torch/bf16, ")
     # Half a minute is not enough to start, ask and learn.
-    assert collection.ask(tmp_path, spec, 30.0, 4) == said and len(ran) == 1
+    assert collection.ask(tmp_path, spec, 30.0, 4, None) == said and len(ran) == 1
     machine = MadeUp({})
     machine.unanswered = {"torch/fp8_block128"}
     monkeypatch.setattr(measuring, "run", machine.process)
-    assert collection.ask(tmp_path, spec, 102.0, 4) == [
+    assert collection.ask(tmp_path, spec, 102.0, 4, None) == [
         "which kernels cuBLAS chooses, for torch/fp8_block128; the same command asks again"
     ]
 
@@ -310,7 +310,7 @@ def test_a_fit_that_takes_too_long_gives_way_to_a_correction(tmp_path, monkeypat
 
     on(MadeUp({"gemm": 60, "memory": 30}), monkeypatch)
     monkeypatch.setattr(measuring, "Child", Slow)
-    monkeypatch.setattr("perfmodel.fit.LEAST_ROWS_FIT", 0)
+    monkeypatch.setattr("perfmodel.fit.LEAST_ROWS_START", 0)
     document = collect(tmp_path / "own", minutes=6)
     assert document["model"] == "h200's, corrected" and 0 <= waited[0] <= 360
     assert "a fit of its own: it would take longer than the minutes given" in document["left_out"]
@@ -345,8 +345,11 @@ def test_a_fit_need_not_hold_what_other_libraries_lack(tmp_path, monkeypatch):
     errors = iter([0.2, 0.1])  # of the correction, of the fit
     monkeypatch.setattr(collection, "_mean_error", lambda *_: next(errors))
     document = collect(tmp_path / "own", minutes=6)
-    assert document["model"] == "fitted to this GPU alone" and set(document["held_out"]) == set(kernels)
-    assert "not in it, for they have fewer than 60 rows: loka/fp8_rowwise_fast" in document["left_out"]
+    assert document["model"] == "fitted to this GPU, from where the H200's ends" and set(document["held_out"]) == set(kernels)
+    manifest = json.loads((tmp_path / "own" / "perfmodel" / "manifest.json").read_text())
+    assert manifest["start"] == {"hardware": "h200", "fingerprint": perfmodel.load("h200").fingerprint}
+    assert json.loads((tmp_path / "own" / "hardware.json").read_text())["like"] == "h200"
+    assert "not in it, for they have fewer than 30 rows: loka/fp8_rowwise_fast" in document["left_out"]
 
 
 def test_a_fit_that_predicts_worse_than_a_correction_lies_beside_it(tmp_path, monkeypatch):
