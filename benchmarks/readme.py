@@ -59,7 +59,13 @@ def block(text: str, name: str) -> str:
 def main() -> int:
     """Rewrite the blocks."""
     text = README.read_text()
-    for name, make in (("whatif", first_screen), ("fit", accuracy), ("exactness", exactness), ("choice", choice), ("another", another)):
+    for name, make in (
+        ("whatif", first_screen),
+        ("fit", accuracy),
+        ("exactness", exactness),
+        ("choice", choice),
+        ("another", another),
+    ):
         text = text.replace(block(text, name), make().strip())
     README.write_text(text)
     return 0

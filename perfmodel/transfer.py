@@ -22,6 +22,10 @@ from perfmodel.judge import SHAPE
 from perfmodel.learn import NEXT_ROUNDS, Learned
 from perfmodel.model import PerfModel, model_file
 
+# Of shapes to be judged, so many may be known from the other GPU, as common sizes are: they flatter little, and forgetting them
+# takes a minute of a GPU's host for every library's GEMM.
+FEW = 0.2
+
 
 @dataclass(frozen=True)
 class Start:
@@ -53,12 +57,13 @@ class Start:
         return self._here(self.known)
 
     def without(self, shapes: pd.DataFrame) -> Learned:
-        """Likewise, but for what the other GPU's timings of these shapes (m, n, k, groups) taught."""
+        """Likewise, but for what the other GPU's timings of these shapes (m, n, k, groups) taught, unless they are `FEW`."""
         if self.rows is None:
             return self.whole
-        hidden = pd.MultiIndex.from_frame(self.rows[SHAPE]).isin(pd.MultiIndex.from_frame(shapes[SHAPE]))
-        if not hidden.any():
+        theirs, wanted = (pd.MultiIndex.from_frame(rows[SHAPE]) for rows in (self.rows, shapes))
+        if wanted.isin(theirs).mean() <= FEW:
             return self.whole
+        hidden = theirs.isin(wanted)
         return self._here(learn.train(self.kernel, self.rows[~hidden], self.other, self.early))
 
     def _here(self, known: Learned) -> Learned:
