@@ -1,9 +1,10 @@
 """A GPU learned from another's model, judged on shapes that neither was fitted to: what its timings add, and how many it takes.
 
-    python benchmarks/another_gpu.py               # the H100 from the H200's model, some five minutes on two cores
+    python benchmarks/another_gpu.py               # the H100 from the H200's model, two minutes on two cores
 
-Judged on the sweeps of `perfmodel.fit.NEVER_SEEN`. Beside it the other GPU's model as it is, that model corrected as
-`loka-sim collect` corrects it in a short run, and a fit to this GPU's timings alone.
+Judged on the sweeps of `perfmodel.fit.NEVER_SEEN`: the other GPU's model as it is; that model corrected as `loka-sim collect`
+corrects it in a short run; a fit to this GPU's timings and launches alone; and from where the other's ends by a tenth, a third and
+all of the careful timings, then by the launches, too.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Judged:
 
 def table(fresh: pd.DataFrame, found: dict[str, Array]) -> str:
     """MAPE and 90th percentile by family and method, and the regret of choosing among torch's GEMMs."""
-    lines = [f"{'MAPE / p90':22s} {'n':>5s} " + " ".join(f"{name:>20s}" for name in found)]
+    lines = [f"{'MAPE / p90':22s} {'n':>5s} " + " ".join(f"{name:>14s}" for name in found)]
     measured = fresh["p50_us"].to_numpy()
     for family, belongs in FAMILIES:
         mine = fresh["kernel"].map(belongs).to_numpy(dtype=bool)
@@ -92,13 +93,13 @@ def table(fresh: pd.DataFrame, found: dict[str, Array]) -> str:
             known = mine & np.isfinite(predicted)
             error = np.abs(predicted[known] / measured[known] - 1)
             cells.append(f"{error.mean():.1%} / {np.quantile(error, 0.9):.1%}" if known.any() else "")
-        lines.append(f"{family:22s} {mine.sum():5d} " + " ".join(f"{cell:>20s}" for cell in cells))
+        lines.append(f"{family:22s} {mine.sum():5d} " + " ".join(f"{cell:>14s}" for cell in cells))
     cells = []
     for predicted in found.values():
         known = np.isfinite(predicted)
         regret = choice_regret(fresh[known], predicted[known], TORCH_GEMMS)
         cells.append(f"{regret['geomean']:.2%}" if regret else "")
-    lines.append(f"{'regret, torch GEMMs':22s} {'':5s} " + " ".join(f"{cell:>20s}" for cell in cells))
+    lines.append(f"{'regret, torch GEMMs':22s} {'':5s} " + " ".join(f"{cell:>14s}" for cell in cells))
     return "\n".join(lines)
 
 
@@ -115,10 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{options.start} as it is": data.other.predict(data.fresh)["time_us"].to_numpy(),
         "corrected": data.corrected(),
         "alone": data.learned(False),
-        f"from {options.start}, a tenth": data.learned(True, 0.1, launches=False),
-        "a third": data.learned(True, 1 / 3, launches=False),
-        "all": data.learned(True, launches=False),
-        "and launches": data.learned(True),
+        "+ a tenth": data.learned(True, 0.1, launches=False),
+        "+ a third": data.learned(True, 1 / 3, launches=False),
+        "+ all": data.learned(True, launches=False),
+        "+ launches": data.learned(True),
     }))  # fmt: skip
     return 0
 

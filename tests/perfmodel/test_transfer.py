@@ -114,3 +114,14 @@ def test_a_fit_says_where_it_began_and_keeps_the_range(base, tmp_path):
     assert np.abs(model.predict(test)["time_us"] / here(base, test) - 1).mean() < 0.06
     with pytest.raises(ValueError, match="'a100' has no data"):
         fit(folder=tmp_path / "out", timings_folder=folder, spec=tmp_path / "spec.json", start="a100")
+
+
+def test_the_h100_that_ships_began_from_the_h200_that_ships(base):
+    """Else it is to be fitted again: python -m perfmodel.fit --hardware h100 --start h200."""
+    shipped = perfmodel.load("h100")
+    assert shipped.manifest["start"] == {"hardware": "h200", "fingerprint": base.fingerprint}
+    assert shipped.hardware.like == "h200"
+    # As fast where the clock is the bound, slower where the memory is.
+    rows = pd.DataFrame([(GEMM, 8192, 4096, 4096), (MEMORY, 8192, 1, 32768)], columns=["kernel", "m", "n", "k"])
+    ratio = (shipped.predict(rows)["time_us"] / base.predict(rows)["time_us"]).tolist()
+    assert 0.85 < ratio[0] < 1.15 and 1.3 < ratio[1] < 1.55
