@@ -3,8 +3,8 @@
     python benchmarks/another_gpu.py               # the H100 from the H200's model, two minutes on two cores
 
 Judged on the sweeps of `perfmodel.fit.NEVER_SEEN`: the other GPU's model as it is; that model corrected as `loka-sim collect`
-corrects it in a short run; a fit to this GPU's timings and launches alone; and from where the other's ends by a tenth, a third and
-all of the careful timings, then by the launches, too.
+corrects it in a short run; a fit to this GPU's timings and launches alone; and from where the other's ends by a tenth, a third
+and all of the careful timings, then by the launches, too.
 """
 
 from __future__ import annotations
