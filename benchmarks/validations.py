@@ -19,6 +19,10 @@ run, all of the other validations, and the sweeps `blind`, `blind2` and `zoo` of
 
 prints how far a second measurement of a validation's own shapes, by another validation or in the sweep `zoo`, is off the first.
 
+    python benchmarks/validations.py --steps
+
+prints the whole bf16 steps as the documents say that they were predicted, and as the shipped models predict them now.
+
     python benchmarks/validations.py --calibration FOLDER
 
 prints how far a calibration's times (of `collect --gpu` or `validate --gpu`) are from the sweeps `blind`, `blind2` and `zoo`
@@ -250,12 +254,34 @@ def calibrated(folder: Path) -> str:
     return markdown(head, table)
 
 
+def steps_now(documents: Sequence[dict[str, Any]]) -> str:
+    """Whole bf16 steps: measured, predicted as each document says, and predicted by the shipped models."""
+    from loka_sim.validation.document import step_part
+    from loka_sim.whatif import whatif
+
+    table, off = [], []
+    for document in documents:
+        settings, step = document["settings"], document["step"]
+        measured = {variant["name"]: variant for variant in step["variants"]}["bf16"]
+        ms = measured["graph_ms"] or measured["measured_ms"]
+        answer = whatif(settings["model"], batch=settings["batch"], hardware=settings["hardware"])
+        ran = {"medians": {"bf16": {"p50_ms": ms}}, "graphs": None, "note": None}
+        now = step_part(ran, answer, answer)
+        assert now is not None
+        told = step["predicted_bf16_ms"], now["predicted_bf16_ms"]
+        off.append([abs(predicted / ms - 1) for predicted in told])
+        table.append([document["settings"]["model"], f"{ms:.2f} ms", *(f"{predicted:.2f} ms" for predicted in told)])
+    table.append(["mean error", "", *(percent(sum(column) / len(column)) for column in zip(*off, strict=True))])
+    return markdown(["bf16 step", "measured", "predicted, as the document says", "predicted now"], table)
+
+
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--swept", action="store_true", help="decisions of the shipped time model, priced by the sweep zoo")
     parser.add_argument("--refined", action="store_true", help="times before and after refinement, on shapes of others")
     parser.add_argument("--again", action="store_true", help="second measurements of measured shapes")
+    parser.add_argument("--steps", action="store_true", help="whole steps as predicted then and now")
     parser.add_argument("--calibration", type=Path, metavar="FOLDER", help="judge a calibration by sweeps that it has not seen")
     parser.add_argument("folder", type=Path, nargs="?", default=data_folder() / "h200" / "validations")
     options = parser.parse_args()
@@ -276,6 +302,9 @@ def main() -> int:
         if wanted:
             print(of([document for document in documents if document["time"]]))
             return 0
+    if options.steps:
+        print(steps_now([document for document in documents if document["step"]]))
+        return 0
     print("\n\n".join(part(documents) for part in (times, decisions, steps)))
     return 0
 
