@@ -110,8 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--start", default="h200", choices=perfmodel.hardware.available())
     options = parser.parse_args(arguments)
     data = Judged(options.hardware, options.start)
-    rows = data.rows.groupby("kernel").size().sum()
-    print(f"{rows:,} timings fitted to, {len(data.fresh):,} judged, of shapes that no fit saw", file=sys.stderr)
+    print(f"{len(data.rows):,} timings fitted to, {len(data.fresh):,} judged, of shapes that no fit saw", file=sys.stderr)
     print(table(data.fresh, {
         f"{options.start} as it is": data.other.predict(data.fresh)["time_us"].to_numpy(),
         "corrected": data.corrected(),

@@ -31,6 +31,7 @@ from benchmarks.host_times import host_times
 from hil.compiled import Kernel, kernel_launches, recorded
 from hil.fingerprint import fingerprint
 from loka_sim.mods import MODS
+from loka_sim.resolve import WITH_MODS
 from loka_sim.validation.runnable import Runnable, runnable
 from loka_sim.validation.step_time import (
     Convert,
@@ -131,7 +132,7 @@ def main() -> int:
     parser.add_argument("--wait", type=Path, metavar="FILE", help="write FILE when compiled, and measure when it is gone")
     options = parser.parse_args()
     torch._dynamo.config.recompile_limit = 512
-    asked, modified, _ = options.model.partition("+mods")
+    asked, modified, _ = options.model.partition(WITH_MODS)
     model = runnable(asked, options.batch, MODS if modified else ())
     assert model is not None, "a zoo model or a function"
     name = (model.zoo or asked) + modified

@@ -2,7 +2,7 @@
 
     python -m hil.choices --out data/h200 --minutes 1 --workers 14 --seed 91001
     python -m hil.choices --out data/h200 --minutes 2 --workers 14 --seed 95001 --kernels torch/bf16 --width 256
-    python -m hil.choices --out DIR --hardware-spec FILE --learners 5 --start h200 --epochs 12
+    python -m hil.choices --out DIR --hardware-spec FILE --learners 5 --start h200 --epochs 8
 
 A call is captured into a CUDA graph and never run: the graph's nodes name the kernels. That takes 0.3 ms, and answers without
 noise what a timed launch shows as a jump. Shapes are drawn as `hil.launches` draws them; those that `gemm.parquet` in the
@@ -280,10 +280,10 @@ def _go_on(linear: Sequence[Any], start: Choice, codes: Sequence[npt.NDArray[np.
     first = 0
     for part, (known, wanted) in enumerate(zip(start.codes, codes, strict=True)):
         its = slice(first, first + len(known))
-        place = most * part + np.searchsorted(wanted, known[np.isin(known, wanted)])
+        alike = np.isin(known, wanted)
+        place = most * part + np.searchsorted(wanted, known[alike])
         level[most * part : most * part + len(wanted)] = biases[its].min()
-        last[:, place] = weights[:, its][:, np.isin(known, wanted)]
-        level[place] = biases[its][np.isin(known, wanted)]
+        last[:, place], level[place] = weights[:, its][:, alike], biases[its][alike]
         first = its.stop
     with torch.no_grad():
         for layer, (weight, bias) in zip(linear, [*start.network.layers[:-1], (last, level)], strict=True):
@@ -315,9 +315,9 @@ def _learned(
     start: PerfModel | None,
 ) -> Iterator[tuple[str, Choice, dict[str, Any]]]:
     """`learn` of each kernel that has answers, in order, so many at a time."""
-    from_what = {kernel: start.choice(kernel) for kernel in kernels if start and kernel in start.manifest["kernels"]}
+    begun = {kernel: start.choice(kernel) for kernel in kernels if start and kernel in start.manifest["kernels"]}
     jobs = [
-        (kernel, mine, hardware, epochs, width, from_what.get(kernel))
+        (kernel, mine, hardware, epochs, width, begun.get(kernel))
         for kernel in kernels
         if len(mine := rows[rows["kernel"] == kernel])
     ]

@@ -170,11 +170,10 @@ def fit(
     predicted = held_out(timings, hardware, first)
     fresh = leave_out_runs(timings, hardware, first, predicted)
     measured, bounds = timings["p50_us"].to_numpy(), fresh.bounds(timings)
-    command = f"python -m perfmodel.fit --hardware {hardware_name}" + (f" --start {start}" if start else "")
+    command = f"python -m perfmodel.fit --hardware {hardware_name}"
     target = folder or data_folder() / hardware.name / "models"
     if timings_folder is not None and folder is not None:
-        given = f"--timings {timings_folder} --hardware-spec {spec_path} --out {folder}"
-        command = f"python -m perfmodel.fit {given}" + (f" --start {start}" if start else "")
+        command = f"python -m perfmodel.fit --timings {timings_folder} --hardware-spec {spec_path} --out {folder}"
         target = folder / "perfmodel"
         target.mkdir(parents=True, exist_ok=True)
         (folder / "hardware.json").write_text(spec_path.read_text())
@@ -206,7 +205,7 @@ def fit(
     manifest = {
         "schema_version": SCHEMA_VERSION,
         "hardware": hardware.name,
-        "command": command,
+        "command": command + (f" --start {start}" if start else ""),
         "rows": len(timings),
         "shapes": int(timings.groupby(SHAPE).ngroups),
         "launches": 0 if launches is None else int(launches["kernel"].isin(list(first)).sum()),
