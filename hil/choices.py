@@ -38,7 +38,7 @@ from hil.fingerprint import shipped
 from hil.kernels.base import Shape
 from hil.launches import drawn, takes
 from hil.timing import BufferPool
-from perfmodel.choice import PARTS, Choice, asked, parts_of
+from perfmodel.choice import PARTS, TILE, Choice, asked, parts_of, vocabulary
 from perfmodel.data_folder import data_folder
 from perfmodel.hardware import DEFAULT, HardwareSpec
 from perfmodel.model import PerfModel, choice_file
@@ -53,6 +53,8 @@ _BATCHED, _GROUPED = "torch/bf16_batched", "torch/fp8_grouped_rowwise_fast"
 WIDTH, HIDDEN, BATCH, RATE, DECAY = 192, 3, 2048, 3e-3, 1e-2
 # From so many answers on a batch is four times as large: steps are many enough, and a GPU takes hardly longer for one.
 MANY_ANSWERS = 1_000_000
+# A kernel that is a smaller share of the answers is not told apart.
+SELDOM = 2e-5
 # Of the answers, for the accuracy in the sidecar.
 HELD_OUT = 10_000
 NETWORKS, SIDECAR = "choices", "choices.json"
@@ -218,33 +220,42 @@ def learn(
     torch.manual_seed(seed)
     m, n, k, groups = (rows[name].to_numpy(dtype=np.float64) for name in _SHAPE)
     matrix = asked(kernel, m, n, k, groups, hardware)
-    coded = [np.unique(rows[part].to_numpy(), return_inverse=True) for part in PARTS]
+    told, alike = rows[list(PARTS)].to_numpy(), rows.groupby(list(PARTS))
+    times = alike.size()
+    seldom = times.to_numpy() < SELDOM * len(rows)
+    known = times.index.to_frame().to_numpy(dtype=np.int64)[~seldom]
+    number = np.where(seldom, -1, np.cumsum(~seldom) - 1)[alike.ngroup().to_numpy()]
     mean, deviation = matrix.mean(axis=0), matrix.std(axis=0) + np.float32(1e-6)
     if start is not None:
         mean, deviation = start.network.mean, start.network.deviation
     x = torch.from_numpy(np.clip((matrix - mean) / deviation, -REACH, REACH)).to(device)
-    y = torch.from_numpy(np.stack([number for _, number in coded], axis=1)).to(device)
-    # Every part has as many outputs as the one of most codes while it learns: all are one loss then, in a few launches a step.
-    most = max(len(codes) for codes, _ in coded)
-    real = np.concatenate([most * part + np.arange(len(codes)) for part, (codes, _) in enumerate(coded)])
+    y = torch.from_numpy(number).to(device)
+    # A kernel's value is the sum of its tile's and its rest's: column by column of the last layer's.
+    tile, rest = (torch.from_numpy(numbers).to(device) for numbers in vocabulary(known))
+    tiles, rests = int(tile.max()) + 1, int(rest.max()) + 1
+    both, every = torch.zeros(tiles + rests, len(known), device=device), torch.arange(len(known), device=device)
+    both[tile, every] = both[tiles + rest, every] = 1.0
     test, order = np.split(np.random.default_rng(seed).permutation(len(rows)), [min(HELD_OUT, len(rows) // 10)])
+    order = order[number[order] >= 0]
     kept = torch.from_numpy(order).to(device)
     hidden = [width or WIDTH] * HIDDEN if start is None else [len(biases) for _, biases in start.network.layers[:-1]]
-    sizes = [x.shape[1], *hidden, most * len(PARTS)]
+    sizes = [x.shape[1], *hidden, tiles + rests]
     linear = [torch.nn.Linear(*pair, device=device) for pair in zip(sizes, sizes[1:], strict=False)]
     if start is not None:
-        _go_on(linear, start, [codes for codes, _ in coded], most)
+        _go_on(linear, start, known)
     layers = [part for layer in linear[:-1] for part in (layer, torch.nn.Hardswish())]
     model = torch.nn.Sequential(*layers, linear[-1])
     batch = min(BATCH if len(order) < MANY_ANSWERS else 4 * BATCH, len(order))
     steps = epochs * (len(order) // batch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, steps, pct_start=0.15, cycle_momentum=False)
+    entropy = torch.nn.functional.cross_entropy
     for _ in range(epochs):
         shuffled = kept[torch.randperm(len(kept), device=device)]
         for index in shuffled.split(batch)[: len(order) // batch]:
-            out = model(x[index]).view(-1, most)
-            loss = torch.nn.functional.cross_entropy(out, y[index].view(-1)) * len(PARTS)
+            out, right = model(x[index]), y[index]
+            # The halves by themselves, too: without, both of the likeliest kernel are the likeliest for a fifth of calls alone.
+            loss = entropy(out @ both, right) + entropy(out[:, :tiles], tile[right]) + entropy(out[:, tiles:], rest[right])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -252,43 +263,49 @@ def learn(
     arrays: list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = [
         (layer.weight.detach().cpu().numpy().T.copy(), layer.bias.detach().cpu().numpy()) for layer in linear
     ]
-    arrays[-1] = arrays[-1][0][:, real].copy(), arrays[-1][1][real]
-    choice = Choice(Network(mean, deviation, 0.0, 1.0, arrays), tuple(codes for codes, _ in coded))
-    right = choice.parts(matrix[test]) == np.stack([rows[part].to_numpy()[test] for part in PARTS], axis=1)
+    choice = Choice(Network(mean, deviation, 0.0, 1.0, arrays), known)
+    found = choice.parts(matrix[test]) == told[test]
     return choice, {
         "rows": len(order),
         "held_out": len(test),
-        "right": {part: round(float(share), 4) for part, share in zip(PARTS, right.mean(axis=0), strict=True)},
-        "tile_right": round(float(right[:, :2].all(axis=1).mean()), 4),
-        "all_right": round(float(right.all(axis=1).mean()), 4),
+        "right": {part: round(float(share), 4) for part, share in zip(PARTS, found.mean(axis=0), strict=True)},
+        "tile_right": round(float(found[:, :TILE].all(axis=1).mean()), 4),
+        "all_right": round(float(found.all(axis=1).mean()), 4),
     }
 
 
-def _go_on(linear: Sequence[Any], start: Choice, codes: Sequence[npt.NDArray[np.int64]], most: int) -> None:
-    """Give layers the weights of a network: of codes that it does not tell, none, and of all its least bias.
+def _go_on(linear: Sequence[Any], start: Choice, kernels: npt.NDArray[np.int64]) -> None:
+    """Give layers the weights of a network: of tiles and rests that it does not know, none, and of all its least bias.
 
     Args:
-        linear: `torch.nn.Linear` layers, the last with `most` outputs for each of `PARTS`.
+        linear: `torch.nn.Linear` layers, the last as `Choice.network` has it for these kernels.
         start: The network.
-        codes: Of each part those that the outputs are of, in order.
-        most: Outputs of a part.
+        kernels: `PARTS` of those to learn.
     """
     import torch
 
     weights, biases = start.network.layers[-1]
-    last, level = np.zeros((len(weights), most * len(PARTS)), np.float32), np.zeros(most * len(PARTS), np.float32)
+    halves: list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = []
     first = 0
-    for part, (known, wanted) in enumerate(zip(start.codes, codes, strict=True)):
-        its = slice(first, first + len(known))
-        alike = np.isin(known, wanted)
-        place = most * part + np.searchsorted(wanted, known[alike])
-        level[most * part : most * part + len(wanted)] = biases[its].min()
-        last[:, place], level[place] = weights[:, its][:, alike], biases[its][alike]
-        first = its.stop
+    for known, wanted in zip(_halves(start.kernels), _halves(kernels), strict=True):
+        place = {half: first + number for number, half in enumerate(known)}
+        least = biases[first : first + len(known)].min()
+        last, level = np.zeros((len(weights), len(wanted)), np.float32), np.full(len(wanted), least, np.float32)
+        for number, half in enumerate(wanted):
+            if half in place:
+                last[:, number], level[number] = weights[:, place[half]], biases[place[half]]
+        halves.append((last, level))
+        first += len(known)
+    ending = tuple(np.concatenate(pair, axis=-1) for pair in zip(*halves, strict=True))
     with torch.no_grad():
-        for layer, (weight, bias) in zip(linear, [*start.network.layers[:-1], (last, level)], strict=True):
+        for layer, (weight, bias) in zip(linear, [*start.network.layers[:-1], ending], strict=True):
             layer.weight.copy_(torch.from_numpy(weight.T.copy()))
             layer.bias.copy_(torch.from_numpy(bias.copy()))
+
+
+def _halves(kernels: npt.NDArray[np.int64]) -> list[list[tuple[int, ...]]]:
+    """Tiles and rests of kernels as `vocabulary` numbers them."""
+    return [[tuple(half) for half in np.unique(part, axis=0).tolist()] for part in np.split(kernels, [TILE], axis=1)]
 
 
 def _judged(folder: Path) -> dict[str, Any]:

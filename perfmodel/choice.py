@@ -2,7 +2,8 @@
 
 cuBLAS has a thousand kernels and chooses by rules that it does not publish; each change of kernel is a jump in the time. What
 it chooses can be asked without running anything (`hil.choices`), so a network learns the rules from hundreds of thousands of
-answers without noise. Offline it says, for each part of a kernel's name, which is the likeliest; the time model sees these.
+answers without noise. Offline it says which of the kernels that the library was seen to choose is the likeliest; the time model
+sees the parts of that kernel's name.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +25,12 @@ Array = npt.NDArray[np.float64]
 Codes = npt.NDArray[np.int64]
 Sizes = tuple[Array, Array, Array, Array]
 
-# What the network tells apart, each a whole number: a tile's extent along N (and 1,000 for each kind of kernel), along M, a
+# What is told of a kernel, each a whole number: a tile's extent along N (and 1,000 for each kind of kernel), along M, a
 # cluster's extents along N and M (as 10 N + M), which operand two groups of warps share (0: none), whether K is split, whether
 # tiles are walked along rows, whether the result is stored transposed, whether something is cleared first.
 PARTS = ("tile_n", "tile_m", "cluster", "shared_operand", "split_k", "along_rows", "layout", "cleared")
+# So many of them are the tile; the network values the tile and the rest apart, and of a kernel the sum of both.
+TILE = 2
 _KIND = 1000
 # Kernels of cuBLAS for Hopper are kind 0; older ones, by a word in their names, are numbered from 1.
 _OLDER = ("cutlass_75", "cutlass_80", "xmma", "gemv", "wmma", "gemmk1", "dot", "split")
@@ -108,24 +112,35 @@ class Choice:
     """What a library chooses for one of its GEMMs.
 
     Attributes:
-        network: From `asked` to a value for each code of each part, the likeliest the largest.
-        codes: Of each of `PARTS` the codes that it tells apart.
+        network: From `asked` to a value for each tile, then for each rest, as `vocabulary` numbers them.
+        kernels: `PARTS` of those that the library was seen to choose, (kernels, parts). The likeliest has the largest sum of the
+            values of its tile and its rest.
     """
 
     network: Network
-    codes: tuple[Codes, ...]
+    kernels: Codes
+
+    @cached_property
+    def _numbers(self) -> tuple[Codes, Codes, Codes]:
+        """Each kernel's tile and rest, by number; the kernel of each pair of such, -1 where there is none."""
+        tile, rest = vocabulary(self.kernels)
+        table = np.full((tile.max() + 1, rest.max() + 1), -1)
+        table[tile, rest] = np.arange(len(self.kernels))
+        return tile, rest, table
 
     def parts(self, matrix: npt.NDArray[np.floating]) -> Codes:
-        """The likeliest code of each part, (rows, parts), for what `asked` makes."""
-        values = self.network.outputs(matrix)
-        ends = np.cumsum([len(codes) for codes in self.codes])
-        split = np.split(values, ends[:-1], axis=1)
-        return np.stack([codes[part.argmax(axis=1)] for codes, part in zip(self.codes, split, strict=True)], axis=1)
+        """`PARTS` of the likeliest kernel, (rows, parts), for what `asked` makes."""
+        tile, rest, table = self._numbers
+        tiles, rests = np.split(self.network.outputs(matrix), [len(table)], axis=1)
+        # The best tile and the best rest are the best kernel wherever there is one of both.
+        kernel = table[tiles.argmax(axis=1), rests.argmax(axis=1)]
+        for some in np.array_split(apart := np.flatnonzero(kernel < 0), -(-len(apart) // _ROWS) or 1):
+            kernel[some] = (tiles[np.ix_(some, tile)] + rests[np.ix_(some, rest)]).argmax(axis=1)
+        return self.kernels[kernel]
 
     def save(self) -> bytes:
         """As JSON."""
-        document = {"codes": [codes.tolist() for codes in self.codes], "network": json.loads(self.network.save())}
-        return json.dumps(document).encode()
+        return json.dumps({"kernels": self.kernels.tolist(), "network": json.loads(self.network.save())}).encode()
 
     @classmethod
     def load(cls, saved: bytes) -> Choice:
@@ -136,13 +151,25 @@ class Choice:
         """
         try:
             document = json.loads(saved)
-            codes = tuple(np.asarray(part, dtype=np.int64) for part in document["codes"])
+            kernels = np.asarray(document["kernels"], dtype=np.int64)
             network = Network.of(document["network"])
-            if len(codes) != len(PARTS) or network.layers[-1][0].shape[1] != sum(len(part) for part in codes):
+            if kernels.ndim != 2 or kernels.shape[1] != len(PARTS) or not len(kernels):
+                raise ValueError
+            if network.layers[-1][0].shape[1] != sum(numbers.max() + 1 for numbers in vocabulary(kernels)):
                 raise ValueError
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError("the choice is damaged") from error
-        return cls(network, codes)
+        return cls(network, kernels)
+
+
+def vocabulary(kernels: Codes) -> tuple[Codes, Codes]:
+    """Numbers of each kernel's tile and of its rest among all of them, from 0, in order of their parts.
+
+    Args:
+        kernels: `PARTS`, (kernels, parts).
+    """
+    tile, rest = (np.unique(part, axis=0, return_inverse=True)[1].ravel() for part in np.split(kernels, [TILE], axis=1))
+    return tile, rest
 
 
 def chosen_features(parts: Codes, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec) -> tuple[list[str], Array]:

@@ -11,7 +11,7 @@ import hil.kernels
 from hil import choices
 from hil.kernels.base import Shape
 from perfmodel import hardware
-from perfmodel.choice import PARTS, Choice, asked, parts_of
+from perfmodel.choice import PARTS, TILE, Choice, asked, parts_of, vocabulary
 from perfmodel.data_folder import data_folder
 from perfmodel.model import choice_file
 from perfmodel.network import REACH
@@ -112,31 +112,38 @@ def test_learning_goes_on_from_another_gpus_network(library, monkeypatch):
     assert [weights.shape[1] for weights, _ in more.network.layers[:-1]] == [48, 48, 48]
     # What this GPU's library never chooses is forgotten; what it alone chooses is learned.
     other = few.assign(tile_n=np.where(few["tile_n"] == 128, 96, few["tile_n"]))
-    assert 96 in choices.learn(KERNEL, other, spec, epochs=1, start=start)[0].codes[0]
+    assert 96 in choices.learn(KERNEL, other, spec, epochs=1, start=start)[0].kernels[:, 0]
 
 
 def test_the_layers_it_begins_with_say_what_the_network_says(library):
     import torch
 
     start = Choice.load(gzip.decompress((data_folder() / "h200" / "choices" / choice_file(KERNEL)).read_bytes()))
-    # Each part lacks its first code, and has one that the network does not know.
-    codes = [np.append(known[1:], known.max() + 1) for known in start.codes]
-    most = max(map(len, codes))
-    widths = [len(start.network.mean), *(len(biases) for _, biases in start.network.layers[:-1]), most * len(PARTS)]
+    # One tile is new, one rest, and some are no longer there.
+    kernels = start.kernels[7:].copy()
+    kernels[0, 0], kernels[1, TILE] = 5000, 99
+    numbers = vocabulary(kernels)
+    sizes = [int(number.max()) + 1 for number in numbers]
+    widths = [len(start.network.mean), *(len(biases) for _, biases in start.network.layers[:-1]), sum(sizes)]
     linear = [torch.nn.Linear(*pair) for pair in zip(widths, widths[1:], strict=False)]
-    choices._go_on(linear, start, codes, most)
+    choices._go_on(linear, start, kernels)
     matrix = start.network.mean + np.random.default_rng(0).normal(size=(64, widths[0])) * start.network.deviation
     x = ((matrix - start.network.mean) / start.network.deviation).clip(-REACH, REACH).astype(np.float32)
     out = torch.from_numpy(x)
     with torch.no_grad():
         for layer in linear[:-1]:
             out = torch.nn.functional.hardswish(layer(out))
-        out = linear[-1](out).view(64, len(PARTS), most).numpy()
-    said = np.split(start.network.outputs(matrix), np.cumsum([len(known) for known in start.codes])[:-1], axis=1)
-    for part, known in enumerate(start.codes):
-        np.testing.assert_allclose(out[:, part, : len(known) - 1], said[part][:, 1:], rtol=1e-3, atol=1e-3)
-        least = start.network.layers[-1][1][sum(map(len, start.codes[:part])) :][: len(known)].min()
-        assert (out[:, part, len(known) - 1] == least).all()
+        out = linear[-1](out).numpy()
+    said, theirs = start.network.outputs(matrix), vocabulary(start.kernels)
+    first = int(theirs[0].max()) + 1
+    for row, kernel in enumerate(kernels[2:], 2):
+        known = int(np.flatnonzero((start.kernels == kernel).all(axis=1))[0])
+        for mine, its in ((numbers[0][row], theirs[0][known]), (sizes[0] + numbers[1][row], first + theirs[1][known])):
+            np.testing.assert_allclose(out[:, mine], said[:, its], rtol=1e-3, atol=1e-3)
+    biases = start.network.layers[-1][1]
+    assert (out[:, numbers[0][0]] == biases[:first].min()).all() and (
+        out[:, sizes[0] + numbers[1][1]] == biases[first:].min()
+    ).all()
 
 
 def test_from_answers_in_a_file_networks_are_written(library, tmp_path, monkeypatch):
@@ -151,7 +158,7 @@ def test_from_answers_in_a_file_networks_are_written(library, tmp_path, monkeypa
     assert "--epochs 1" in again[KERNEL].pop("command") and set(again) == set(choices.KERNELS_ASKED)
     assert all(judged == sidecar["kernels"][name] for name, judged in again.items() if name != KERNEL)
     choice = Choice.load(gzip.decompress((tmp_path / "choices" / choice_file(KERNEL)).read_bytes()))
-    assert sorted(choice.codes[0]) == [64, 128] and np.isfinite(choice.network.layers[0][0]).all()
+    assert set(choice.kernels[:, 0]) == {64, 128} and np.isfinite(choice.network.layers[0][0]).all()
 
 
 def test_answers_of_earlier_runs_are_learned_from_and_not_asked_again(library, tmp_path, monkeypatch, capsys):
@@ -172,7 +179,12 @@ def test_answers_of_earlier_runs_are_learned_from_and_not_asked_again(library, t
     judged = json.loads((tmp_path / "choices.json").read_text())["kernels"][KERNEL]
     assert judged["rows"] + judged["held_out"] == 1600
     choice = Choice.load(gzip.decompress((tmp_path / "choices" / choice_file(KERNEL)).read_bytes()))
-    assert [weights.shape[1] for weights, _ in choice.network.layers] == [24, 24, 24, sum(map(len, choice.codes))]
+    assert [weights.shape[1] for weights, _ in choice.network.layers] == [
+        24,
+        24,
+        24,
+        sum(n.max() + 1 for n in vocabulary(choice.kernels)),
+    ]
     for wrong in (["--epochs", "0"], ["--earlier", str(tmp_path / "none.parquet")]):
         with pytest.raises(SystemExit):
             choices.main(["--out", str(tmp_path), *wrong])

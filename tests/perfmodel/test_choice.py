@@ -55,13 +55,13 @@ def test_a_name_is_taken_apart():
 def choice() -> Choice:
     """One that chooses by the first input, M, alone."""
     width = asked(KERNEL, *columns(64, 64, 64, 1), H200).shape[1]
-    codes = (np.array([64, 128]), *(np.array([64 if part == "tile_m" else 11 if part == "cluster" else 0]) for part in PARTS[1:]))
-    weights = np.zeros((width, 9), dtype=np.float32)
+    kernels = np.array([[tile_n, 64, 11, 0, 0, 0, 0, 0] for tile_n in (64, 128)])
+    weights = np.zeros((width, 3), dtype=np.float32)
     weights[0, 1] = 1.0
     deviation = np.ones(width, dtype=np.float32)
     mean = np.zeros(width, dtype=np.float32)
     mean[0] = 10
-    return Choice(Network(mean, deviation, 0.0, 1.0, [(weights, np.zeros(9, dtype=np.float32))]), codes)
+    return Choice(Network(mean, deviation, 0.0, 1.0, [(weights, np.zeros(3, dtype=np.float32))]), kernels)
 
 
 def test_the_likeliest_is_taken_and_stands_behind_the_features(choice):
@@ -74,6 +74,32 @@ def test_the_likeliest_is_taken_and_stands_behind_the_features(choice):
     assert names == [*known[0], *more] and len(set(names)) == len(names)
     np.testing.assert_array_equal(matrix, np.column_stack([known[1], expected]))
     assert with_choice(*known, None, KERNEL, sizes, H200)[1] is known[1]
+
+
+def test_only_kernels_that_exist_are_told_the_likeliest_by_its_tile_and_rest_together():
+    """Of 40 kernels drawn from 9 tiles and 12 rests, against the sums of all, one by one."""
+    generator = np.random.default_rng(3)
+    tiles, rests = (np.unique(generator.integers(0, 9, (size, parts)), axis=0) for size, parts in ((9, 2), (12, 6)))
+    pairs = generator.permutation([(a, b) for a in range(len(tiles)) for b in range(len(rests))])[:40]
+    kernels = np.array([[*tiles[a], *rests[b]] for a, b in pairs])
+    used = [np.unique(half, axis=0) for half in (kernels[:, :2], kernels[:, 2:])]
+    size = sum(map(len, used))
+    network = Network(
+        np.zeros(size, np.float32),
+        np.ones(size, np.float32),
+        0.0,
+        1.0,
+        [(np.eye(size, dtype=np.float32), np.zeros(size, np.float32))],
+    )
+    matrix = generator.normal(size=(900, size)).astype(np.float32)
+    values = [{tuple(half): place for place, half in enumerate(halves.tolist())} for halves in used]
+    found, apart = Choice(network, kernels).parts(matrix), 0
+    for row, parts in zip(matrix, found, strict=True):
+        sums = [row[values[0][tuple(k[:2])]] + row[len(used[0]) + values[1][tuple(k[2:])]] for k in kernels.tolist()]
+        assert (parts == kernels[int(np.argmax(sums))]).all()
+        best = [*used[0][row[: len(used[0])].argmax()], *used[1][row[len(used[0]) :].argmax()]]
+        apart += best not in kernels.tolist()
+    assert apart > 100
 
 
 def test_saved_and_loaded_it_chooses_the_same(choice):
@@ -89,8 +115,9 @@ def test_a_damaged_one_is_refused(choice):
     for wrong in (
         {},
         [],
-        {**document, "codes": document["codes"][:3]},
-        {**document, "codes": [[1]] * 8},
+        {**document, "kernels": document["kernels"][:1]},
+        {**document, "kernels": []},
+        {**document, "kernels": [kernel[:5] for kernel in document["kernels"]]},
         {**document, "network": {}},
     ):
         with pytest.raises(ValueError, match="the choice is damaged"):

@@ -143,11 +143,11 @@ def test_a_known_choice_is_used():
     hardware = perfmodel.load("h200").hardware
     width = asked(KERNEL, *np.ones((4, 1)), hardware).shape[1]
     # Tiles of 128 columns where cos(8 pi log2 M) + cos(8 pi log2 N) is positive, else of 64: two of the last 24 inputs.
-    weights = np.zeros((width, 9), dtype=np.float32)
+    weights = np.zeros((width, 3), dtype=np.float32)
     weights[[-17, -9], 1] = 1.0
-    law = Network(np.zeros(width, np.float32), np.ones(width, np.float32), 0.0, 1.0, [(weights, np.zeros(9, np.float32))])
-    codes = {"tile_n": [64, 128], "tile_m": [64], "cluster": [11]}
-    choice = Choice(law, tuple(np.array(codes.get(part, [0])) for part in PARTS))
+    law = Network(np.zeros(width, np.float32), np.ones(width, np.float32), 0.0, 1.0, [(weights, np.zeros(3, np.float32))])
+    part = {"tile_n": (64, 128), "tile_m": (64, 64), "cluster": (11, 11)}
+    choice = Choice(law, np.stack([part.get(name, (0, 0)) for name in PARTS], axis=1))
 
     def jumping_us(rows: pd.DataFrame) -> np.ndarray:
         wave = sum(np.cos(8 * np.pi * np.log2(rows[name].to_numpy(float))) for name in ("m", "n"))
