@@ -6,7 +6,7 @@
 accuracy: cross-validation by whole shapes over the fitted sweeps of an H200. repeat: how far two runs' timings of one kernel
 on one shape are apart, and half of that, which is what the best guess between them is off. coverage: whole runs left out, the
 intervals from the errors of other left-out runs alone. unseen: the shipped trees on the sweeps that no fit saw, the zoo's
-models, `blind` to `blind6`, `blind_memory` and `blind_memory2`. extrapolation: fitted without the largest octave of M, N, K and
+models, `blind` to `blind7`, `blind_memory` and `blind_memory2`. extrapolation: fitted without the largest octave of M, N, K and
 FLOPs, and without one K, and judged there. peers: each fitted on the same folds; nvMatmulHeuristics where it is installed (pip
 install nvidia-matmul-heuristics). Regret is the geometric mean of the chosen kernel's measured time over the best one's: per FP8
 kernel of the choice between it and bf16. On two cores everything takes about half an hour.
@@ -155,7 +155,7 @@ def unseen(data: Data) -> None:
         ("zoo", "Whole models (sweep zoo)"), ("blind", "Fresh shapes (sweep blind)"),
         ("blind2", "Fresh shapes, looked at once (sweep blind2)"), ("blind3", "Fresh shapes of one process (sweep blind3)"),
         ("blind4", "Fresh shapes of `collect --gpu` (sweep blind4)"), ("blind5", "Fresh shapes, of any sizes too (sweep blind5)"),
-        ("blind6", "Fresh shapes, of any sizes too (sweep blind6)"),
+        ("blind6", "Fresh shapes, of any sizes too (sweep blind6)"), ("blind7", "Fresh shapes, of any sizes too (sweep blind7)"),
         ("blind_memory", "Fresh operands of one process (sweep blind_memory)"),
         ("blind_memory2", "Fresh operands of one process, looked at once (sweep blind_memory2)"),
     ):  # fmt: skip

@@ -66,6 +66,7 @@ NEVER_SEEN = {
     "blind4": "held_out_blind4",
     "blind5": "held_out_blind5",
     "blind6": "held_out_blind6",
+    "blind7": "held_out_blind7",
     "blind_memory": "held_out_blind_memory",
     "blind_memory2": "held_out_blind_memory2",
 }

@@ -145,9 +145,14 @@ def read_launches(timings: pd.DataFrame, folder: Path) -> pd.DataFrame | None:
     """Quick launches of shapes that no careful timing has, from `launches.parquet` in `folder`; None where there is none.
 
     Trees that learn from them stay ignorant of every shape that fits or judges what comes on top.
+
+    Raises:
+        FileNotFoundError: their sidecar is there without them, as in an installed package.
     """
     path = folder / "launches.parquet"
     if not path.is_file():
+        if path.with_suffix(".json").is_file():
+            raise FileNotFoundError(f"{path} is missing, as in every installed package; fit in a checkout of loka-sim")
         return None
     launches = pd.read_parquet(path).assign(kernel=lambda frame: frame["kernel"].astype(str))
     known = pd.MultiIndex.from_frame(timings[SHAPE].drop_duplicates())

@@ -12,7 +12,7 @@ from perfmodel.data_folder import data_folder
 from perfmodel.hardware import HardwareSpec
 from perfmodel.model import PerfModel, choice_file, model_file, network_file
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 # Kinds of the manifests of a calibration folder and of a refinement in it.
 CALIBRATION, REFINEMENT = "loka-sim/calibration", "loka-sim/time-refinement"
 

@@ -203,3 +203,6 @@ def test_launches_of_measured_shapes_are_not_learned_from():
 
 def test_a_folder_without_launches_has_none(tmp_path):
     assert fit.read_launches(shapes(5, 0), tmp_path) is None
+    (tmp_path / "launches.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="fit in a checkout"):
+        fit.read_launches(shapes(5, 0), tmp_path)
