@@ -268,7 +268,7 @@ def table(manifest: dict[str, Any]) -> str:
         lines.append(line + (f" {z['n']:6d} {z['mape']:8.1%} {z['p90']:7.1%}" if z else ""))
     if again := manifest.get("repeat_on_another_machine"):
         lines.append(
-            f"A second measurement on another machine differs by {again['mape']:.1%} (p90 {again['p90']:.1%}, n = {again['n']})."
+            f"A second measurement on another GPU differs by {again['mape']:.1%} (p90 {again['p90']:.1%}, n = {again['n']})."
         )
     if "coverage" in models:
         lines.append(f"Of the held-out models' measurements, {models['coverage']:.1%} lie inside their 90% intervals.")

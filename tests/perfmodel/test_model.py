@@ -59,7 +59,7 @@ def test_kernels_whose_files_two_threads_read_have_the_times_that_each_has_alone
 
 def test_hardware_ceilings_are_the_fastest_rows(model, timings):
     """The specification's ceilings are what its `sources` say they are."""
-    first = timings[timings["sweep"] == "lrm"]
+    first = timings[(timings["sweep"] == "lrm") & (timings["run"] == 0)]
     work = 2e-6 * first["m"] * first["n"] * first["k"] * first["groups"] / first["p50_us"]
     bf16 = work[first["kernel"] == "torch/bf16"].max()
     fp8 = work[first["kernel"].str.startswith("torch/fp8")].max()
