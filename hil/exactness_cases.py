@@ -160,10 +160,9 @@ def _loka(fast: bool, scales: str) -> Case:
 
 def _run_fbgemm(draw: Draw, fast: bool | None) -> Tensor:
     """By rows, or by tiles of 128 x 128 where `fast` is None."""
-    import fbgemm_gpu.experimental.gen_ai  # noqa: F401  registers torch.ops.fbgemm
-
     from hil.kernels import fbgemm
 
+    fbgemm.load()
     if fast is None:
         return fbgemm.block128(draw.a, draw.b, draw.scale_a, draw.scale_b)
     return fbgemm.rowwise(draw.a, draw.b, draw.scale_a.reshape(-1), draw.scale_b.reshape(-1), fast)

@@ -21,6 +21,7 @@ import shlex
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -227,6 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 3
     from hil.kernels import RUNNERS
 
+    # That a profiler's second cycle would forget its first: it has one.
+    warnings.filterwarnings("ignore", message=".*Profiler clears events")
     began, shape = time.time(), ["m", "n", "k", "groups"]
     path, sidecar, careful = (options.out / name for name in ("launches.parquet", "launches.json", "gemm.parquet"))
     known = {tuple(row) for old in (path, careful) if old.is_file() for row in pd.read_parquet(old)[shape].to_numpy()}

@@ -11,6 +11,7 @@ Left out: FBGEMM's Triton GEMM (`matmul_fp8_row` of 1.6.0). Its default kernel c
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,10 +27,17 @@ Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], to
 def load() -> None:
     """Register FBGEMM's operators.
 
+    Without its warning, in each process anew, that its table does not have the pair of its version and torch's.
+
     Raises:
         ImportError: it is not installed.
     """
-    import fbgemm_gpu.experimental.gen_ai  # noqa: F401  registers torch.ops.fbgemm
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        import fbgemm_gpu.experimental.gen_ai  # noqa: F401  registers torch.ops.fbgemm
+    finally:
+        logging.disable(before)
 
 
 def rowwise(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, fast: bool = True) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Other libraries' kernels without the libraries and without a GPU: who is here, and how each is called."""
 
+import logging
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -125,6 +126,23 @@ def spread(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 def e4m3(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(E4M3)
+
+
+def test_fbgemm_is_loaded_without_its_warning_and_other_warnings_go_on(tmp_path, monkeypatch, caplog):
+    package = tmp_path / "fbgemm_gpu" / "experimental" / "gen_ai"
+    package.mkdir(parents=True)
+    for folder in (package.parent.parent, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "__init__.py").write_text("import logging\nlogging.warning('no entry for 1.6.0')\nlogging.error('broken')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("fbgemm_gpu", "fbgemm_gpu.experimental", "fbgemm_gpu.experimental.gen_ai")
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    fbgemm.load()
+    for name in names:
+        del sys.modules[name]
+    logging.warning("mine")
+    assert [record.message for record in caplog.records] == ["broken", "mine"]
 
 
 @pytest.fixture
