@@ -218,9 +218,7 @@ def peers(data: Data) -> None:
     rows, ours = data.judged()
     rows = rows.assign(ours=ours)
     rows = rows[rows["kernel"].isin(GEMM_KERNELS) & (rows["kernel"].str.startswith("torch/"))].reset_index(drop=True)
-    fold = rows.merge(data.rows.assign(fold=data.fold)[["kernel", *SHAPE, "sweep", "fold"]], on=["kernel", *SHAPE, "sweep"])[
-        "fold"
-    ]
+    fold = rows.merge(data.rows.assign(fold=data.fold)[[*SHAPE, "fold"]].drop_duplicates(SHAPE), on=SHAPE, how="left")["fold"]
     measured = rows["p50_us"].to_numpy()
     predictions = {"loka-sim": rows["ours"].to_numpy()}
     for peer, make in PEERS.items():
