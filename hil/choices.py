@@ -231,8 +231,9 @@ def learn(
     x = torch.from_numpy(np.clip((matrix - mean) / deviation, -REACH, REACH)).to(device)
     y = torch.from_numpy(number).to(device)
     # A kernel's value is the sum of its tile's and its rest's: column by column of the last layer's.
-    tile, rest = (torch.from_numpy(numbers).to(device) for numbers in vocabulary(known))
-    tiles, rests = int(tile.max()) + 1, int(rest.max()) + 1
+    halves = vocabulary(known)
+    tiles, rests = (len(different) for different, _ in halves)
+    tile, rest = (torch.from_numpy(numbers).to(device) for _, numbers in halves)
     both, every = torch.zeros(tiles + rests, len(known), device=device), torch.arange(len(known), device=device)
     both[tile, every] = both[tiles + rest, every] = 1.0
     test, order = np.split(np.random.default_rng(seed).permutation(len(rows)), [min(HELD_OUT, len(rows) // 10)])
@@ -287,11 +288,11 @@ def _go_on(linear: Sequence[Any], start: Choice, kernels: npt.NDArray[np.int64])
     weights, biases = start.network.layers[-1]
     halves: list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = []
     first = 0
-    for known, wanted in zip(_halves(start.kernels), _halves(kernels), strict=True):
-        place = {half: first + number for number, half in enumerate(known)}
+    for (known, _), (wanted, _) in zip(vocabulary(start.kernels), vocabulary(kernels), strict=True):
+        place = {tuple(half): first + number for number, half in enumerate(known.tolist())}
         least = biases[first : first + len(known)].min()
         last, level = np.zeros((len(weights), len(wanted)), np.float32), np.full(len(wanted), least, np.float32)
-        for number, half in enumerate(wanted):
+        for number, half in enumerate(map(tuple, wanted.tolist())):
             if half in place:
                 last[:, number], level[number] = weights[:, place[half]], biases[place[half]]
         halves.append((last, level))
@@ -301,11 +302,6 @@ def _go_on(linear: Sequence[Any], start: Choice, kernels: npt.NDArray[np.int64])
         for layer, (weight, bias) in zip(linear, [*start.network.layers[:-1], ending], strict=True):
             layer.weight.copy_(torch.from_numpy(weight.T.copy()))
             layer.bias.copy_(torch.from_numpy(bias.copy()))
-
-
-def _halves(kernels: npt.NDArray[np.int64]) -> list[list[tuple[int, ...]]]:
-    """Tiles and rests of kernels as `vocabulary` numbers them."""
-    return [[tuple(half) for half in np.unique(part, axis=0).tolist()] for part in np.split(kernels, [TILE], axis=1)]
 
 
 def _judged(folder: Path) -> dict[str, Any]:

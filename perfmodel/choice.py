@@ -123,8 +123,8 @@ class Choice:
     @cached_property
     def _numbers(self) -> tuple[Codes, Codes, Codes]:
         """Each kernel's tile and rest, by number; the kernel of each pair of such, -1 where there is none."""
-        tile, rest = vocabulary(self.kernels)
-        table = np.full((tile.max() + 1, rest.max() + 1), -1)
+        (tiles, tile), (rests, rest) = vocabulary(self.kernels)
+        table = np.full((len(tiles), len(rests)), -1)
         table[tile, rest] = np.arange(len(self.kernels))
         return tile, rest, table
 
@@ -155,21 +155,21 @@ class Choice:
             network = Network.of(document["network"])
             if kernels.ndim != 2 or kernels.shape[1] != len(PARTS) or not len(kernels):
                 raise ValueError
-            if network.layers[-1][0].shape[1] != sum(numbers.max() + 1 for numbers in vocabulary(kernels)):
+            if network.layers[-1][0].shape[1] != sum(len(halves) for halves, _ in vocabulary(kernels)):
                 raise ValueError
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError("the choice is damaged") from error
         return cls(network, kernels)
 
 
-def vocabulary(kernels: Codes) -> tuple[Codes, Codes]:
-    """Numbers of each kernel's tile and of its rest among all of them, from 0, in order of their parts.
+def vocabulary(kernels: Codes) -> list[tuple[Codes, Codes]]:
+    """Of the tiles, and then of the rests: those that there are, in order of their parts, and which of them each kernel has.
 
     Args:
         kernels: `PARTS`, (kernels, parts).
     """
-    tile, rest = (np.unique(part, axis=0, return_inverse=True)[1].ravel() for part in np.split(kernels, [TILE], axis=1))
-    return tile, rest
+    found = (np.unique(half, axis=0, return_inverse=True) for half in np.split(kernels, [TILE], axis=1))
+    return [(halves, number.ravel()) for halves, number in found]
 
 
 def chosen_features(parts: Codes, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec) -> tuple[list[str], Array]:

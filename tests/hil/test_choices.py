@@ -122,8 +122,7 @@ def test_the_layers_it_begins_with_say_what_the_network_says(library):
     # One tile is new, one rest, and some are no longer there.
     kernels = start.kernels[7:].copy()
     kernels[0, 0], kernels[1, TILE] = 5000, 99
-    numbers = vocabulary(kernels)
-    sizes = [int(number.max()) + 1 for number in numbers]
+    sizes, numbers = [len(halves) for halves, _ in vocabulary(kernels)], [number for _, number in vocabulary(kernels)]
     widths = [len(start.network.mean), *(len(biases) for _, biases in start.network.layers[:-1]), sum(sizes)]
     linear = [torch.nn.Linear(*pair) for pair in zip(widths, widths[1:], strict=False)]
     choices._go_on(linear, start, kernels)
@@ -134,16 +133,15 @@ def test_the_layers_it_begins_with_say_what_the_network_says(library):
         for layer in linear[:-1]:
             out = torch.nn.functional.hardswish(layer(out))
         out = linear[-1](out).numpy()
-    said, theirs = start.network.outputs(matrix), vocabulary(start.kernels)
-    first = int(theirs[0].max()) + 1
+    said, theirs = start.network.outputs(matrix), [number for _, number in vocabulary(start.kernels)]
+    first = len(vocabulary(start.kernels)[0][0])
     for row, kernel in enumerate(kernels[2:], 2):
         known = int(np.flatnonzero((start.kernels == kernel).all(axis=1))[0])
         for mine, its in ((numbers[0][row], theirs[0][known]), (sizes[0] + numbers[1][row], first + theirs[1][known])):
             np.testing.assert_allclose(out[:, mine], said[:, its], rtol=1e-3, atol=1e-3)
     biases = start.network.layers[-1][1]
-    assert (out[:, numbers[0][0]] == biases[:first].min()).all() and (
-        out[:, sizes[0] + numbers[1][1]] == biases[first:].min()
-    ).all()
+    assert (out[:, numbers[0][0]] == biases[:first].min()).all()
+    assert (out[:, sizes[0] + numbers[1][1]] == biases[first:].min()).all()
 
 
 def test_from_answers_in_a_file_networks_are_written(library, tmp_path, monkeypatch):
@@ -179,12 +177,8 @@ def test_answers_of_earlier_runs_are_learned_from_and_not_asked_again(library, t
     judged = json.loads((tmp_path / "choices.json").read_text())["kernels"][KERNEL]
     assert judged["rows"] + judged["held_out"] == 1600
     choice = Choice.load(gzip.decompress((tmp_path / "choices" / choice_file(KERNEL)).read_bytes()))
-    assert [weights.shape[1] for weights, _ in choice.network.layers] == [
-        24,
-        24,
-        24,
-        sum(n.max() + 1 for n in vocabulary(choice.kernels)),
-    ]
+    outputs = sum(len(halves) for halves, _ in vocabulary(choice.kernels))
+    assert [weights.shape[1] for weights, _ in choice.network.layers] == [24, 24, 24, outputs]
     for wrong in (["--epochs", "0"], ["--earlier", str(tmp_path / "none.parquet")]):
         with pytest.raises(SystemExit):
             choices.main(["--out", str(tmp_path), *wrong])

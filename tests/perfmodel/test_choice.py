@@ -84,13 +84,8 @@ def test_only_kernels_that_exist_are_told_the_likeliest_by_its_tile_and_rest_tog
     kernels = np.array([[*tiles[a], *rests[b]] for a, b in pairs])
     used = [np.unique(half, axis=0) for half in (kernels[:, :2], kernels[:, 2:])]
     size = sum(map(len, used))
-    network = Network(
-        np.zeros(size, np.float32),
-        np.ones(size, np.float32),
-        0.0,
-        1.0,
-        [(np.eye(size, dtype=np.float32), np.zeros(size, np.float32))],
-    )
+    nothing, one = np.zeros(size, np.float32), np.ones(size, np.float32)
+    network = Network(nothing, one, 0.0, 1.0, [(np.eye(size, dtype=np.float32), nothing)])
     matrix = generator.normal(size=(900, size)).astype(np.float32)
     values = [{tuple(half): place for place, half in enumerate(halves.tolist())} for halves in used]
     found, apart = Choice(network, kernels).parts(matrix), 0
