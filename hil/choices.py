@@ -9,7 +9,8 @@ noise what a timed launch shows as a jump. Shapes are drawn as `hil.launches` dr
 folder has are left out, so that what is learned stays ignorant of the shapes that judge it. The networks, one a kernel, are
 written as `choices/<kernel>.json.gz`, with a sidecar that says how often each is right on answers that it has not seen.
 `perfmodel.fit` makes features of them (`perfmodel.choice`): by the same specification of the GPU as they learn by, FILE, in the
-third form. There they go on from the networks of a shipped GPU, much of whose choices is this one's, too.
+third form. There they go on from the networks of a shipped GPU, much of whose choices is this one's, too; from this GPU's own of
+earlier answers at a lower `--rate`, which keeps what those taught.
 """
 
 from __future__ import annotations
@@ -201,6 +202,7 @@ def learn(
     epochs: int,
     width: int | None = None,
     start: Choice | None = None,
+    rate: float = RATE,
     seed: int = 0,
 ) -> tuple[Choice, dict[str, Any]]:
     """A network of one kernel's choices, trained on the GPU where there is one, and how often it is right.
@@ -211,7 +213,8 @@ def learn(
         hardware: The GPU.
         epochs: Times that each row is seen.
         width: Units of a hidden layer, by default `WIDTH`.
-        start: Of another GPU, to go on from, whose width is kept.
+        start: To go on from, whose width is kept: another GPU's, or this one's of earlier answers.
+        rate: The highest learning rate.
         seed: Seeds weights, order and what is held out.
     """
     import torch
@@ -248,8 +251,8 @@ def learn(
     model = torch.nn.Sequential(*layers, linear[-1])
     batch = min(BATCH if len(order) < MANY_ANSWERS else 4 * BATCH, len(order))
     steps = epochs * (len(order) // batch)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, steps, pct_start=0.15, cycle_momentum=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=DECAY, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, pct_start=0.15, cycle_momentum=False)
     entropy = torch.nn.functional.cross_entropy
     for _ in range(epochs):
         shuffled = kept[torch.randperm(len(kept), device=device)]
@@ -326,11 +329,12 @@ def _learned(
     width: int,
     processes: int,
     start: PerfModel | None,
+    rate: float,
 ) -> Iterator[tuple[str, Choice, dict[str, Any]]]:
     """`learn` of each kernel that has answers, in order, so many at a time."""
     begun = {kernel: start.choice(kernel) for kernel in kernels if start and kernel in start.manifest["kernels"]}
     jobs = [
-        (kernel, mine, hardware, epochs, width, begun.get(kernel))
+        (kernel, mine, hardware, epochs, width, begun.get(kernel), rate)
         for kernel in kernels
         if len(mine := rows[rows["kernel"] == kernel])
     ]
@@ -351,6 +355,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--epochs", type=int, default=40, help="of learning; 0 only asks, which --answers then keeps")
     parser.add_argument("--width", type=int, default=WIDTH, help="units of a network's hidden layers (default: %(default)s)")
     parser.add_argument("--start", metavar="NAME", help="shipped hardware whose networks to go on from (default: none)")
+    parser.add_argument(
+        "--rate", type=float, default=RATE, help="highest learning rate; lower keeps more of --start (default: %(default)s)"
+    )
     parser.add_argument("--most", type=int, default=250_000, help="answers of a process")
     parser.add_argument("--seed", type=int, default=91001)
     parser.add_argument("--workers", type=int, default=8, help="processes that ask")
@@ -405,7 +412,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     command = f"python -m hil.choices {shlex.join(arguments if arguments is not None else sys.argv[1:])}"
     where = fingerprint() if torch.cuda.is_available() else {}
-    for kernel, choice, scores in _learned(rows, kernels, spec, options.epochs, options.width, options.learners, start):
+    how = options.epochs, options.width, options.learners, start, options.rate
+    for kernel, choice, scores in _learned(rows, kernels, spec, *how):
         write_atomic(folder / choice_file(kernel), partial(Path.write_bytes, data=gzip.compress(choice.save(), 9, mtime=0)))
         print(f"{kernel}: {scores}, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
         judged[kernel] = {"command": command, **where, **scores}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from perfmodel.model import LAUNCH_FLOOR_US, PerfModel, baseline_us, columns_of
+from perfmodel.model import LAUNCH_FLOOR_US, PerfModel, baseline_us, columns_of, no_less
 from perfmodel.roofline import limits_us
 
 
@@ -31,6 +31,7 @@ class Explanation:
             first; `network` is what the network makes of all of them.
         correction: What a refinement on the user's machine multiplies the time by; 1 without one.
         outside: Which of m, n, k, groups, product lie outside the sizes that the kernel was measured at.
+        shortest: Whether all this is less than is possible (`perfmodel.model.no_less`), which it takes instead.
     """
 
     kernel: str
@@ -45,6 +46,7 @@ class Explanation:
     factors: dict[str, float]
     correction: float
     outside: tuple[str, ...]
+    shortest: bool
 
     @property
     def roofline_us(self) -> float:
@@ -72,6 +74,8 @@ class Explanation:
         lines += [f"    {factor:5.2f} x  {name}" for name, factor in shown]
         rest = float(np.prod(list(self.factors.values())[most:]))
         lines.append(f"    {rest:5.2f} x  all {len(self.factors) - len(shown)} other features")
+        if self.shortest:
+            lines.append("  less than the roofline or than its shortest measured call, which it takes instead")
         if self.correction != 1.0:
             lines.append(f"  measurements on this machine: {self.correction:.2f} x")
         if self.outside:
@@ -102,7 +106,9 @@ def explain(model: PerfModel, row: Mapping[str, Any] | pd.Series) -> Explanation
     added[-2] += float(np.asarray(smooth).sum())
     order = np.argsort(-np.abs(added[:-1]), kind="stable")
     baseline = float(baseline_us(kernel, *sizes, model.hardware, model.planned(kernel))[0])
-    ratio = time / (baseline * np.exp(added.sum()))
+    learned = np.array([baseline * np.exp(added.sum())])
+    possible = no_less(learned, kernel, *sizes, model.hardware, model.least_us(kernel))
+    ratio = time / possible[0]
     typical = float(np.exp(added[-1])) * baseline / (max(compute, memory) + LAUNCH_FLOOR_US)
     shape = dict(zip(("m", "n", "k", "groups"), (int(size[0]) for size in sizes), strict=True))
     product = float(np.prod(list(shape.values()), dtype=float))
@@ -113,5 +119,5 @@ def explain(model: PerfModel, row: Mapping[str, Any] | pd.Series) -> Explanation
     return Explanation(
         kernel, shape, float(time), float(low), float(high), compute, memory, LAUNCH_FLOOR_US, typical,
         {labels[index]: float(np.exp(added[index])) for index in order},
-        1.0 if abs(ratio - 1) < 1e-4 else float(ratio), outside,
+        1.0 if abs(ratio - 1) < 1e-4 else float(ratio), outside, bool(possible[0] > learned[0]),
     )  # fmt: skip

@@ -195,6 +195,7 @@ def fit(
             "network": mine.network is not None,
             "choice": mine.choice is not None,
             "planned": True,
+            "least_us": mine.least_us,
             "range": _range(rows, begun.manifest["kernels"].get(kernel) if begun else None),
         }
     judged = {

@@ -275,7 +275,6 @@ def choice_regret(timings: pd.DataFrame, predicted: Array, kernels: Iterable[str
 def repeat_difference(everything: pd.DataFrame) -> dict[str, float] | None:
     """How far a second measurement on another machine is from the first, what no model can beat; None without one."""
     key = ["kernel", *SHAPE]
-    first = everything[everything["sweep"] == "lrm"].set_index(key)["p50_us"]
-    second = everything[everything["sweep"] == "repeat"].set_index(key)["p50_us"]
+    first, second = (everything[everything["sweep"] == sweep].groupby(key)["p50_us"].mean() for sweep in ("lrm", "repeat"))
     both = pd.concat([first, second], axis=1, join="inner", keys=["first", "second"])
     return accuracy(both["first"].to_numpy(), both["second"].to_numpy()) if len(both) else None

@@ -25,7 +25,7 @@ from perfmodel.features import features
 from perfmodel.hardware import HardwareSpec
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import KERNELS
-from perfmodel.model import Sizes, at_edge, baseline_us, columns_of, with_network
+from perfmodel.model import Sizes, at_edge, baseline_us, columns_of, no_less, with_network
 from perfmodel.network import Network
 from perfmodel.parallel import each
 from perfmodel.steady import drift
@@ -64,11 +64,13 @@ class Learned(NamedTuple):
         network: The smooth part, from the features and those of the choice.
         booster: Trees of the same and of the network's value.
         choice: What tells the kernel that the library chooses.
+        least_us: The shortest careful timing, under which no call is predicted. 0 before careful timings.
     """
 
     network: Network | None
     booster: Any
     choice: Choice | None = None
+    least_us: float = 0.0
 
 
 def _seen(
@@ -165,9 +167,9 @@ def _jumps(kernel: str, launches: pd.DataFrame, hardware: HardwareSpec, choice: 
 
 def learn_more(kernel: str, launches: pd.DataFrame, hardware: HardwareSpec, start: Learned) -> Learned:
     """What quick launches on this GPU, without their drift, add to what is known from another."""
-    net, trees, choice = start
+    net, trees, choice, least = start
     data = _data(kernel, launches, launches["time_us"].to_numpy(dtype=float), hardware, choice, net)
-    return Learned(net, _xgboost().train(MORE_PARAMETERS, data, MORE_ROUNDS, xgb_model=trees), choice)
+    return Learned(net, _xgboost().train(MORE_PARAMETERS, data, MORE_ROUNDS, xgb_model=trees), choice, least)
 
 
 def train(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Learned | None = None) -> Learned:
@@ -179,12 +181,14 @@ def train(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Learne
         hardware: The GPU.
         first: What `learn_first` learned from other shapes, or what is known from another GPU (`perfmodel.transfer`).
     """
-    net, start, choice = first or (None, None, None)
+    net, start, choice, known = first or (None, None, None, 0.0)
     gemm = "gemm" in KERNELS[kernel].kind
     alone, on_top = (PARAMETERS, NEXT_PARAMETERS) if gemm else (MEMORY_PARAMETERS, NEXT_MEMORY_PARAMETERS)
     parameters = alone if first is None else on_top
     data = _data(kernel, rows, rows["p50_us"].to_numpy(dtype=float), hardware, choice, net)
-    return Learned(net, _xgboost().train(parameters, data, ROUNDS if first is None else NEXT_ROUNDS, xgb_model=start), choice)
+    trees = _xgboost().train(parameters, data, ROUNDS if first is None else NEXT_ROUNDS, xgb_model=start)
+    least = float(rows["p50_us"].min())
+    return Learned(net, trees, choice, min(least, known or least))
 
 
 def measured_range(rows: pd.DataFrame) -> dict[str, list[float]]:
@@ -210,4 +214,4 @@ def predict(
     seen = at_edge(sizes, measured) if measured else sizes
     _, matrix, smooth = _seen(kernel, seen, hardware, learned.choice, learned.network)
     ratio = smooth + learned.booster.inplace_predict(matrix).astype(np.float64)
-    return baseline_us(kernel, *sizes, hardware) * np.exp(ratio)
+    return no_less(baseline_us(kernel, *sizes, hardware) * np.exp(ratio), kernel, *sizes, hardware, learned.least_us)

@@ -51,6 +51,10 @@ def terms(kernel: str, m: Array, k: Array, hardware: HardwareSpec) -> Columns:
             found |= {name: launch[name], f"{name}_bytes": launch[name] * taken}
     if "odd" in launch:
         found["odd_rows"] = launch["odd"] * m / 1e4
+    if kernel.startswith("loka/quantize_tensorwise") and "programs" in launch:
+        # Of an odd size elements are loaded one by one: the programs of a multiprocessor, whole ones where there are several.
+        several = np.ceil(launch["programs"] / hardware.multiprocessors)
+        found["odd_programs"] = launch["odd"] * np.where(launch["programs"] > 1, several, launch["fill"])
     if kernel == "loka/quantize_rowwise_dual":
         # A launch apart that makes scales of maxima.
         found["apart"] = (~few_lines(m.astype(np.int64), k.astype(np.int64))).astype(float)

@@ -113,5 +113,5 @@ def stored(model: PerfModel, kernel: str) -> tuple[Learned, Learned | None]:
     """A kernel as a fit made it, for a fit to go on with; and as it was before careful timings, if launches came first."""
     network, _ = model.learned(kernel)
     trees = learn.read_trees(gzip.decompress((model.folder / model_file(kernel)).read_bytes()))
-    learned = Learned(network, trees, model.choice(kernel))
+    learned = Learned(network, trees, model.choice(kernel), model.least_us(kernel))
     return learned, None if network is None else learned._replace(booster=trees[: trees.num_boosted_rounds() - NEXT_ROUNDS])

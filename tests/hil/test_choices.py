@@ -110,6 +110,11 @@ def test_learning_goes_on_from_another_gpus_network(library, monkeypatch):
     (_, anew), (more, on) = (choices.learn(KERNEL, few, spec, epochs=1, start=begun) for begun in (None, start))
     assert on["all_right"] > 0.85 and on["all_right"] > anew["all_right"] + 0.2
     assert [weights.shape[1] for weights, _ in more.network.layers[:-1]] == [48, 48, 48]
+    # At a low rate it stays what it was.
+    kept, _ = choices.learn(KERNEL, few, spec, epochs=1, start=start, rate=1e-9)
+    matrix = asked(KERNEL, *(few[x].to_numpy(float) for x in ("m", "n", "k", "groups")), spec)
+    again = [choice.parts(matrix) for choice in (start, kept, more)]
+    assert (again[0] == again[1]).all(axis=1).mean() > 0.99 > (again[0] == again[2]).all(axis=1).mean()
     # What this GPU's library never chooses is forgotten; what it alone chooses is learned.
     other = few.assign(tile_n=np.where(few["tile_n"] == 128, 96, few["tile_n"]))
     assert 96 in choices.learn(KERNEL, other, spec, epochs=1, start=start)[0].kernels[:, 0]

@@ -171,6 +171,12 @@ def test_new_kernels_are_added_over_the_shapes_of_the_old(gpu, folder):
     assert "--kernels torch/bf16 'torch/fp8_rowwise_*'" in runs[1]["command"] and str(folder) not in runs[1]["command"]
 
 
+def test_a_shape_that_a_list_has_twice_is_measured_once(gpu, folder):
+    (folder / "shapes.csv").write_text("m,n,k,kernels\n256,128,128,torch/bf16\n256,128,128,torch/*\n")
+    assert run(folder, "--kernels", "torch/bf16", "torch/fp8_rowwise_fast") == 0
+    assert gpu.asked == [("torch/bf16", Shape(256, 128, 128)), ("torch/fp8_rowwise_fast", Shape(256, 128, 128))]
+
+
 def test_a_kernel_that_fails_is_named_and_costs_no_other(gpu, folder, capsys):
     gpu.broken.add("torch/fp8_rowwise_fast")
     assert run(folder, "--kernels", "torch/bf16", "torch/fp8_rowwise_*") == 0

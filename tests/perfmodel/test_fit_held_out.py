@@ -117,6 +117,17 @@ def test_regret_among_some_kernels_alone():
     assert held_out.choice_regret(frame, wrong, ("torch/bf16",)) is None
 
 
+def test_a_repeat_of_a_call_that_was_timed_twice():
+    """2 us on average, then 1.5 us: 25% less. The call without a repeat does not count."""
+    calls = [("lrm", 64, 1.0), ("lrm", 64, 3.0), ("lrm", 128, 5.0), ("repeat", 64, 1.5)]
+    rows = pd.DataFrame(
+        [("torch/bf16", m, 64, 64, 1, us, sweep) for sweep, m, us in calls], columns=["kernel", *SHAPE, "p50_us", "sweep"]
+    )
+    found = held_out.repeat_difference(rows)
+    assert found["n"] == 1 and found["mape"] == pytest.approx(0.25)
+    assert held_out.repeat_difference(rows[rows["sweep"] == "lrm"]) is None
+
+
 def test_quick_launches_show_what_few_careful_timings_miss(monkeypatch):
     """4,000 launches that are 6% off and 10% long, and 80 timings: better together than the timings alone."""
     monkeypatch.setattr(learn, "FIRST_ROUNDS", 120)

@@ -202,6 +202,37 @@ def test_an_explanation_says_what_bounds_and_what_was_never_measured(model):
         model.explain({"kernel": "torch/fp8_rowwise_fast", "m": 64, "n": 7, "k": 64})
 
 
+def test_no_call_takes_less_than_the_shortest_of_its_kernel_that_was_measured(model, timings):
+    """Trees know nothing of a single element: of one they made 0.0002 us."""
+    shortest, clipped = timings.groupby("kernel")["p50_us"].min(), []
+    for kernel in model.manifest["kernels"]:
+        spec, few = KERNELS[kernel], (1, 2, 4, 16, 64, 128, 256)
+        products = {"gemm": (1,), "batched_gemm": (2, 64)}.get(spec.kind, (1,))
+        sizes = [(m, n, k, g) for m in few for n in (few if "gemm" in spec.kind else (1,)) for k in few for g in products]
+        frame = pd.DataFrame(
+            [(kernel, *size) for size in sizes if not spec.illegal(*size[:3], groups=size[3])],
+            columns=["kernel", "m", "n", "k", "groups"],
+        )
+        told = model.predict(frame)
+        assert (told["time_us"] >= shortest[kernel]).all() and (told["low_us"] > 0.5 * shortest[kernel]).all()
+        clipped += frame[told["time_us"] == model.least_us(kernel)].to_dict("records")
+    assert {"torch/blocknorm_forward", "loka/quantize_tensorwise"} <= {row["kernel"] for row in clipped}
+    told = model.explain(clipped[0])
+    assert told.shortest and told.correction == 1.0 and "its shortest measured call, which it takes instead" in told.words()
+    assert not model.explain({"kernel": "torch/bf16", "m": 8192, "n": 8192, "k": 8192}).shortest
+
+
+@pytest.mark.parametrize("name", ["h200", "h100"])
+def test_no_call_beats_the_roofline_however_far_it_lies_outside(name):
+    model, generator = perfmodel.load(name), np.random.default_rng(0)
+    for kernel in (kernel for kernel in model.manifest["kernels"] if "gemm" in KERNELS[kernel].kind):
+        spec = KERNELS[kernel]
+        m, n, k = 128 * np.exp2(generator.integers(0, 13, (3, 400)))
+        groups = np.exp2(generator.integers(1, 7, 400)) if spec.kind == "batched_gemm" else np.ones(400)
+        told = model.predict({"kernel": [kernel] * 400, "m": m, "n": n, "k": k, "groups": groups})
+        assert (told["time_us"] >= 0.97 * roofline_us(kernel, m, n, k, groups, model.hardware)).all()
+
+
 def test_in_range(model):
     inside = model.in_range(
         rows(("torch/bf16", 2048, 1024, 512), ("torch/bf16", 2**24, 1024, 512), ("torch/bf16", 2048, 2**17, 512))

@@ -109,6 +109,7 @@ def test_a_fit_says_where_it_began_and_keeps_the_range(base, tmp_path):
     # Fewer rows than a fit from nothing needs, and larger calls than measured here that the H200 ran.
     assert set(manifest["kernels"]) == {GEMM, MEMORY}
     assert manifest["kernels"][MEMORY]["range"] == base.manifest["kernels"][MEMORY]["range"]
+    assert manifest["kernels"][MEMORY]["least_us"] == base.least_us(MEMORY) > 0
     model = perfmodel.load("mine", tmp_path / "out")
     test = calls(MEMORY, 200, 14)
     assert np.abs(model.predict(test)["time_us"] / here(base, test) - 1).mean() < 0.06
