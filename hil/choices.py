@@ -412,8 +412,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     command = f"python -m hil.choices {shlex.join(arguments if arguments is not None else sys.argv[1:])}"
     where = fingerprint() if torch.cuda.is_available() else {}
-    how = options.epochs, options.width, options.learners, start, options.rate
-    for kernel, choice, scores in _learned(rows, kernels, spec, *how):
+    learned = _learned(rows, kernels, spec, options.epochs, options.width, options.learners, start, options.rate)
+    for kernel, choice, scores in learned:
         write_atomic(folder / choice_file(kernel), partial(Path.write_bytes, data=gzip.compress(choice.save(), 9, mtime=0)))
         print(f"{kernel}: {scores}, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
         judged[kernel] = {"command": command, **where, **scores}

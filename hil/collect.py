@@ -342,9 +342,10 @@ def _sweep(
     work: list[tuple[Shape, list[str]]] = []
     for shape, patterns in items:
         legal = [runner.name for runner in legal_runners(shape, kinds, options.kernels) if _fits(runner.name, patterns)]
-        wanted = [name for name in legal if (name, shape.m, shape.n, shape.k, shape.groups) not in measured]
+        calls = {name: (name, shape.m, shape.n, shape.k, shape.groups) for name in legal}
+        wanted = [name for name, call in calls.items() if call not in measured]
         # A list may have a shape twice.
-        measured |= {(name, shape.m, shape.n, shape.k, shape.groups) for name in wanted}
+        measured.update(calls.values())
         size = AT_ONCE if workers else len(wanted) or 1
         work += [(shape, wanted[first : first + size]) for first in range(0, len(wanted), size)]
     if options.ahead and work:

@@ -31,7 +31,7 @@ class Explanation:
             first; `network` is what the network makes of all of them.
         correction: What a refinement on the user's machine multiplies the time by; 1 without one.
         outside: Which of m, n, k, groups, product lie outside the sizes that the kernel was measured at.
-        shortest: Whether all this is less than is possible (`perfmodel.model.no_less`), which it takes instead.
+        clipped: Whether all this is less than is possible (`perfmodel.model.no_less`), which it takes instead.
     """
 
     kernel: str
@@ -46,7 +46,7 @@ class Explanation:
     factors: dict[str, float]
     correction: float
     outside: tuple[str, ...]
-    shortest: bool
+    clipped: bool
 
     @property
     def roofline_us(self) -> float:
@@ -74,7 +74,7 @@ class Explanation:
         lines += [f"    {factor:5.2f} x  {name}" for name, factor in shown]
         rest = float(np.prod(list(self.factors.values())[most:]))
         lines.append(f"    {rest:5.2f} x  all {len(self.factors) - len(shown)} other features")
-        if self.shortest:
+        if self.clipped:
             lines.append("  less than the roofline or than its shortest measured call, which it takes instead")
         if self.correction != 1.0:
             lines.append(f"  measurements on this machine: {self.correction:.2f} x")
@@ -107,7 +107,7 @@ def explain(model: PerfModel, row: Mapping[str, Any] | pd.Series) -> Explanation
     order = np.argsort(-np.abs(added[:-1]), kind="stable")
     baseline = float(baseline_us(kernel, *sizes, model.hardware, model.planned(kernel))[0])
     learned = np.array([baseline * np.exp(added.sum())])
-    possible = no_less(learned, kernel, *sizes, model.hardware, model.least_us(kernel))
+    possible = no_less(learned, kernel, sizes, model.hardware, model.least_us(kernel))
     ratio = time / possible[0]
     typical = float(np.exp(added[-1])) * baseline / (max(compute, memory) + LAUNCH_FLOOR_US)
     shape = dict(zip(("m", "n", "k", "groups"), (int(size[0]) for size in sizes), strict=True))

@@ -167,9 +167,9 @@ def _jumps(kernel: str, launches: pd.DataFrame, hardware: HardwareSpec, choice: 
 
 def learn_more(kernel: str, launches: pd.DataFrame, hardware: HardwareSpec, start: Learned) -> Learned:
     """What quick launches on this GPU, without their drift, add to what is known from another."""
-    net, trees, choice, least = start
+    net, trees, choice, _ = start
     data = _data(kernel, launches, launches["time_us"].to_numpy(dtype=float), hardware, choice, net)
-    return Learned(net, _xgboost().train(MORE_PARAMETERS, data, MORE_ROUNDS, xgb_model=trees), choice, least)
+    return start._replace(booster=_xgboost().train(MORE_PARAMETERS, data, MORE_ROUNDS, xgb_model=trees))
 
 
 def train(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Learned | None = None) -> Learned:
@@ -181,14 +181,14 @@ def train(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Learne
         hardware: The GPU.
         first: What `learn_first` learned from other shapes, or what is known from another GPU (`perfmodel.transfer`).
     """
-    net, start, choice, known = first or (None, None, None, 0.0)
+    net, start, choice, least = first or (None, None, None, 0.0)
     gemm = "gemm" in KERNELS[kernel].kind
     alone, on_top = (PARAMETERS, NEXT_PARAMETERS) if gemm else (MEMORY_PARAMETERS, NEXT_MEMORY_PARAMETERS)
     parameters = alone if first is None else on_top
     data = _data(kernel, rows, rows["p50_us"].to_numpy(dtype=float), hardware, choice, net)
     trees = _xgboost().train(parameters, data, ROUNDS if first is None else NEXT_ROUNDS, xgb_model=start)
-    least = float(rows["p50_us"].min())
-    return Learned(net, trees, choice, min(least, known or least))
+    shortest = float(rows["p50_us"].min())
+    return Learned(net, trees, choice, min(shortest, least or shortest))
 
 
 def measured_range(rows: pd.DataFrame) -> dict[str, list[float]]:
@@ -214,4 +214,4 @@ def predict(
     seen = at_edge(sizes, measured) if measured else sizes
     _, matrix, smooth = _seen(kernel, seen, hardware, learned.choice, learned.network)
     ratio = smooth + learned.booster.inplace_predict(matrix).astype(np.float64)
-    return no_less(baseline_us(kernel, *sizes, hardware) * np.exp(ratio), kernel, *sizes, hardware, learned.least_us)
+    return no_less(baseline_us(kernel, *sizes, hardware) * np.exp(ratio), kernel, sizes, hardware, learned.least_us)

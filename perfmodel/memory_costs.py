@@ -51,7 +51,7 @@ def terms(kernel: str, m: Array, k: Array, hardware: HardwareSpec) -> Columns:
             found |= {name: launch[name], f"{name}_bytes": launch[name] * taken}
     if "odd" in launch:
         found["odd_rows"] = launch["odd"] * m / 1e4
-    if kernel.startswith("loka/quantize_tensorwise") and "programs" in launch:
+    if kernel in _FLAT:
         # Of an odd size elements are loaded one by one: the programs of a multiprocessor, whole ones where there are several.
         several = np.ceil(launch["programs"] / hardware.multiprocessors)
         found["odd_programs"] = launch["odd"] * np.where(launch["programs"] > 1, several, launch["fill"])
@@ -71,6 +71,10 @@ def terms(kernel: str, m: Array, k: Array, hardware: HardwareSpec) -> Columns:
     if kernel.startswith("torch/"):
         found |= {"odd_columns": (k % 8 > 0) * moved, "read_in_l2": np.minimum(2 * m * k, hardware.l2_bytes) / bandwidth}
     return found
+
+
+# Kernels that take a tensor as one line of elements, whatever its rows.
+_FLAT = ("loka/quantize_tensorwise", "loka/quantize_tensorwise_delayed")
 
 
 def _narrow_runs(m: Array, k: Array, launch: Columns, moved: Array) -> Columns:

@@ -41,7 +41,7 @@ Columns = Mapping[str, Sequence[Any]]
 
 # Added to the roofline, so that the target stays of order one for launches that take a microsecond whatever their size.
 LAUNCH_FLOOR_US = 1.0
-# Of the roofline, what no call is predicted below: of 243,000 timings on H200s and H100s none took less than 0.974 of it.
+# Of the roofline, what no call is predicted below: of all timings on H200s and H100s none took less (a test of the model's).
 ROOFLINE_SHARE = 0.97
 # Edges of the size classes, in microseconds of predicted time, within which intervals are calibrated.
 SIZE_CLASSES_US = (5.0, 20.0, 100.0)
@@ -75,22 +75,9 @@ def baseline_us(kernel: str, m: Array, n: Array, k: Array, groups: Array, hardwa
     return roofline_us(kernel, m, n, k, groups, hardware) + LAUNCH_FLOOR_US
 
 
-def no_less(
-    time: Array, kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec, least_us: float = 0.0
-) -> Array:
-    """Times of calls, or the least that is possible: `ROOFLINE_SHARE` of the roofline, and the shortest call measured.
-
-    Args:
-        time: As learned, in microseconds.
-        kernel: Which.
-        m: Rows.
-        n: Columns of the result.
-        k: Contracted dimension.
-        groups: Products.
-        hardware: The GPU.
-        least_us: The kernel's shortest call that was measured.
-    """
-    return np.maximum(time, np.maximum(ROOFLINE_SHARE * roofline_us(kernel, m, n, k, groups, hardware), least_us))
+def no_less(time: Array, kernel: str, sizes: Sizes, hardware: HardwareSpec, least_us: float) -> Array:
+    """Learned times of one kernel's calls, or where these are less `ROOFLINE_SHARE` of the roofline or `PerfModel.least_us`."""
+    return np.maximum(time, np.maximum(ROOFLINE_SHARE * roofline_us(kernel, *sizes, hardware), least_us))
 
 
 def model_file(kernel: str) -> str:
@@ -271,7 +258,7 @@ class PerfModel:
         return bool(self.manifest["kernels"][kernel].get("planned"))
 
     def least_us(self, kernel: str) -> float:
-        """The kernel's shortest call that was measured, in microseconds; 0 of a model that does not say."""
+        """The kernel's shortest call among those that were fitted, in microseconds; 0 of a model that does not say."""
         return float(self.manifest["kernels"][kernel].get("least_us", 0.0))
 
     def _ratio(self, kernel: str, sizes: Sizes) -> Array:
@@ -282,7 +269,7 @@ class PerfModel:
     def _times(self, kernel: str, sizes: Sizes) -> Array:
         """Times of calls of one kernel and both ends of their intervals, (calls, 3)."""
         learned = baseline_us(kernel, *sizes, self.hardware, self.planned(kernel)) * np.exp(self._ratio(kernel, sizes))
-        time = no_less(learned, kernel, *sizes, self.hardware, self.least_us(kernel))
+        time = no_less(learned, kernel, sizes, self.hardware, self.least_us(kernel))
         factors = np.asarray(self.manifest["kernels"][kernel]["interval_factors"])[size_class(time)]
         return np.stack([time, time * factors[:, 0], time * factors[:, 1]], axis=1)
 
@@ -299,7 +286,7 @@ class PerfModel:
         library's own times fall now and then where it changes its kernel: of pairs of H200 timings of aligned GEMMs that
         differ by a factor of two in one size, 1 to 4% by kernel fall by more than 5%, one to less than half. The prediction
         follows by at most a third, and by more than 5% in less than 2% of such pairs. Nothing takes less than 97% of the
-        roofline, nor than the shortest call of its kernel that was measured.
+        roofline, nor than the shortest call of its kernel that was fitted to.
 
         Args:
             frame: Columns `kernel`, `m`, `n`, `k` and optionally `groups` (default 1). For a memory-bound kernel `m` and

@@ -16,7 +16,7 @@ from perfmodel.features import features
 from perfmodel.fit import HELD_OUT_SWEEPS, NEVER_SEEN, read_timings
 from perfmodel.held_out import choice_regret, class_profile, folds_of, interval_factors
 from perfmodel.judge import SHAPE
-from perfmodel.model import PerfModel, baseline_us, model_file, network_file, size_class
+from perfmodel.model import ROOFLINE_SHARE, PerfModel, baseline_us, model_file, network_file, size_class
 from perfmodel.network import Network
 from perfmodel.roofline import roofline_us
 
@@ -218,8 +218,18 @@ def test_no_call_takes_less_than_the_shortest_of_its_kernel_that_was_measured(mo
         clipped += frame[told["time_us"] == model.least_us(kernel)].to_dict("records")
     assert {"torch/blocknorm_forward", "loka/quantize_tensorwise"} <= {row["kernel"] for row in clipped}
     told = model.explain(clipped[0])
-    assert told.shortest and told.correction == 1.0 and "its shortest measured call, which it takes instead" in told.words()
-    assert not model.explain({"kernel": "torch/bf16", "m": 8192, "n": 8192, "k": 8192}).shortest
+    assert told.clipped and told.correction == 1.0 and "its shortest measured call, which it takes instead" in told.words()
+    assert not model.explain({"kernel": "torch/bf16", "m": 8192, "n": 8192, "k": 8192}).clipped
+
+
+@pytest.mark.parametrize(("name", "least"), [("h200", 190_000), ("h100", 50_000)])
+def test_no_timing_beats_what_no_prediction_may(name, least):
+    rows, hardware = read_timings(name), perfmodel.hardware.load(name)
+    share = [
+        mine["p50_us"].to_numpy() / roofline_us(kernel, *(mine[size].to_numpy(float) for size in SHAPE), hardware)
+        for kernel, mine in rows.groupby("kernel")
+    ]
+    assert len(rows) > least and 1.0 > min(map(np.min, share)) > ROOFLINE_SHARE
 
 
 @pytest.mark.parametrize("name", ["h200", "h100"])
