@@ -42,6 +42,13 @@ def test_costs_are_found_again(h200):
     assert min(costs.values()) >= 0
 
 
+@pytest.mark.parametrize("kernel", ["loka/quantize_tensorwise", "loka/quantize_tensorwise_delayed"])
+def test_an_odd_size_costs_by_the_programs_of_a_multiprocessor(h200, kernel):
+    """Programs take 8,192 elements: 1 of 81, then 4, then 271 twice, the last of an even size; on 132 multiprocessors."""
+    m, k = np.array([3.0, 5.0, 367.0, 368.0]), np.array([27.0, 6045.0, 6045.0, 6029.0])
+    np.testing.assert_allclose(terms(kernel, m, k, h200)["odd_programs"], [81 / 8192, 1.0, 3.0, 0.0])
+
+
 def test_what_is_known_names_terms_of_each_kernel_and_never_falls(h200):
     document = json.loads((data_folder() / "h200" / FILE).read_text())
     assert document["kernels"] == known("h200") and set(known("h200")) <= set(KERNELS)
