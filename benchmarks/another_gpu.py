@@ -54,7 +54,8 @@ class Judged:
         self.hardware, self.other = perfmodel.hardware.load(name), perfmodel.load(other)
         self.rows = fitted_rows(everything, LEAST_ROWS_START)
         known = self.rows["kernel"].unique()
-        self.fresh = everything[everything["sweep"].isin(NEVER_SEEN) & everything["kernel"].isin(known)].reset_index(drop=True)
+        fresh = everything["settled"] & everything["sweep"].isin(NEVER_SEEN) & everything["kernel"].isin(known)
+        self.fresh = everything[fresh].reset_index(drop=True)
         self.launches, self.choices = read_launches(everything, folder), read_choices(folder)
 
     def learned(self, from_other: bool, share: float = 1.0, launches: bool = True) -> Array:

@@ -15,7 +15,8 @@ Accuracy comes from two sources. Cross-validation holds out whole shapes, every 
 calibrates the intervals holds out whole runs (`perfmodel.held_out`). The sweep `zoo` holds the shapes of whole models, those
 called `blind` shapes drawn as the fitted ones were, each first looked at after a fit (`NEVER_SEEN`): none is fitted to, nor is
 any swept row of a shape that they have, so the shipped trees are judged on models and shapes that they have not seen. The sweep
-`repeat` is a second measurement of known shapes on another machine: the floor that no model can beat.
+`repeat` is a second measurement of known shapes on another machine, the floor that no model can beat; `again` one in the reverse
+order. What was timed at a clock that an earlier shape had lowered (`perfmodel.steady`) is neither fitted nor judged.
 """
 
 from __future__ import annotations
@@ -67,11 +68,13 @@ NEVER_SEEN = {
     "blind5": "held_out_blind5",
     "blind6": "held_out_blind6",
     "blind7": "held_out_blind7",
+    "blind8": "held_out_blind8",
     "blind_memory": "held_out_blind_memory",
     "blind_memory2": "held_out_blind_memory2",
+    "blind_memory3": "held_out_blind_memory3",
 }
 TORCH_GEMMS = tuple(name for name in GEMM_KERNELS if library_of(name) == "torch")
-HELD_OUT_SWEEPS = (*NEVER_SEEN, "repeat")
+HELD_OUT_SWEEPS = (*NEVER_SEEN, "repeat", "again")
 # A kernel with fewer rows is left out; one that another GPU's model knows needs fewer.
 LEAST_ROWS_FIT, LEAST_ROWS_START = 60, 30
 
@@ -106,8 +109,8 @@ def judge(
 
 
 def fitted_rows(everything: pd.DataFrame, least: int = LEAST_ROWS_FIT) -> pd.DataFrame:
-    """Rows to fit: no held-out sweep, no shape of `NEVER_SEEN`, no kernel with fewer than `least` rows (named on stderr)."""
-    fitted = ~everything["sweep"].isin(HELD_OUT_SWEEPS)
+    """Rows to fit: settled, no held-out sweep, no shape of `NEVER_SEEN`, no kernel of fewer than `least` (named on stderr)."""
+    fitted = everything["settled"] & ~everything["sweep"].isin(HELD_OUT_SWEEPS)
     kept = pd.MultiIndex.from_frame(everything.loc[everything["sweep"].isin(NEVER_SEEN), SHAPE])
     fitted &= ~pd.MultiIndex.from_frame(everything[SHAPE]).isin(kept)
     rows = everything[fitted]
@@ -157,6 +160,7 @@ def fit(
     hardware = hardware_module.load(hardware_name) if spec is None else read_spec(spec)
     measured_folder = timings_folder or data_folder() / hardware.name
     everything = read_timings(hardware.name, measured_folder)
+    settled = everything[everything["settled"]]
     timings = fitted_rows(everything, LEAST_ROWS_FIT if start is None else LEAST_ROWS_START)
     launches, choices = read_launches(everything, measured_folder), read_choices(measured_folder)
     first: dict[str, Learned | Start] = {}
@@ -201,14 +205,15 @@ def fit(
     judged = {
         "choice_regret": choice_regret(timings, predicted, TORCH_GEMMS),
         "choice_regret_all_libraries": choice_regret(timings, predicted),
-        **{key: judge(everything[everything["sweep"] == sweep], learned, kernels, hardware) for sweep, key in NEVER_SEEN.items()},
-        "repeat_on_another_machine": repeat_difference(everything),
+        **{key: judge(settled[settled["sweep"] == sweep], learned, kernels, hardware) for sweep, key in NEVER_SEEN.items()},
+        "repeat_on_another_machine": repeat_difference(settled),
     }
     manifest = {
         "schema_version": SCHEMA_VERSION,
         "hardware": hardware.name,
         "command": command + (f" --start {start}" if start else ""),
         "rows": len(timings),
+        "unsettled": len(everything) - len(settled),
         "shapes": int(timings.groupby(SHAPE).ngroups),
         "launches": 0 if launches is None else int(launches["kernel"].isin(list(first)).sum()),
         **({"start": {"hardware": start, "fingerprint": begun.fingerprint}} if begun else {}),

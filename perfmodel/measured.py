@@ -20,6 +20,7 @@ from perfmodel.judge import SHAPE
 from perfmodel.kernels import KERNELS
 from perfmodel.memory_plan import launches
 from perfmodel.model import choice_file
+from perfmodel.steady import settled
 
 Array = npt.NDArray[np.float64]
 
@@ -51,7 +52,8 @@ def read_timings(hardware: str, folder: Path | None = None) -> pd.DataFrame:
 
     The column `run` numbers the runs of `hil.collect` that the rows come from, as the sidecars tell them; without a sidecar
     each sweep counts as one. What several workers measured is brought to the level of one process (`SHARED_US`,
-    `SHARED_GROUPED_US`, `SHARED_LAUNCH_US`), what a library's GEMMs took by themselves to that of a step (`ALONE_SHARE`).
+    `SHARED_GROUPED_US`, `SHARED_LAUNCH_US`), what a library's GEMMs took by themselves to that of a step (`ALONE_SHARE`). The
+    column `settled` says which rows were timed at a clock of their own (`perfmodel.steady`).
 
     Args:
         hardware: A name of `perfmodel.hardware.available()`.
@@ -76,6 +78,7 @@ def read_timings(hardware: str, folder: Path | None = None) -> pd.DataFrame:
         run, shared = _runs(path, frame)
         first = 1 + max((int(known["run"].max()) for known in frames if len(known)), default=-1)
         frame = frame.assign(run=first + run)
+        frame["settled"] = settled(frame)
         frame = of_a_step(of_one_process(frame, shared))
         modelled = [name in KERNELS and KERNELS[name].kind != "linear" for name in frame["kernel"]]
         unknown = sorted(set(frame["kernel"]) - set(KERNELS))

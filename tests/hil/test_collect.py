@@ -335,6 +335,46 @@ def test_kernels_not_compiled_by_the_deadline_are_left_out(monkeypatch):
     assert bound == ["a", "b"] and [row["kernel"] for row in rows] == ["a", "b"]
 
 
+@pytest.fixture
+def rests(monkeypatch):
+    found = []
+    monkeypatch.setattr(measuring.time, "sleep", found.append)
+    return found
+
+
+def takes(clocks):
+    """A measurement that is its number, each at the next of these clocks."""
+    left = iter(enumerate(clocks))
+    return lambda: next(left)
+
+
+SMALL, LARGE = Shape(64, 64, 64), Shape(8192, 8192, 4096)
+
+
+def test_a_shape_is_timed_again_when_the_clock_is_back(rests):
+    clock = measuring.FullClock()
+    assert clock.settle(SMALL, takes([1980.0])) == (0, 1980.0) and not rests
+    assert clock.settle(SMALL, takes([1935.0])) == (0, 1935.0) and not rests
+    assert clock.settle(SMALL, takes([1425.0, 1965.0])) == (1, 1965.0) and rests == [measuring.REST_S]
+    assert clock.settle(SMALL, takes([1425.0, 1500.0, 1965.0])) == (2, 1965.0) and len(rests) == 3
+
+
+def test_a_large_gemm_keeps_the_clock_that_it_makes(rests):
+    clock = measuring.FullClock()
+    clock.settle(SMALL, takes([1980.0]))
+    assert clock.settle(LARGE, takes([1425.0])) == (0, 1425.0) and not rests
+
+
+def test_a_clock_that_stays_low_is_waited_for_once(rests):
+    """As where a machine's owner limits it in the middle of a sweep; when it rises again, that is the full one."""
+    clock = measuring.FullClock()
+    clock.settle(SMALL, takes([1980.0]))
+    assert clock.settle(SMALL, takes([1500.0, 1500.0, 1500.0])) == (2, 1500.0) and len(rests) == 2
+    assert clock.settle(SMALL, takes([1500.0])) == (0, 1500.0) and len(rests) == 2
+    clock.settle(SMALL, takes([1980.0]))
+    assert clock.settle(SMALL, takes([1500.0, 1980.0])) == (1, 1980.0) and len(rests) == 3
+
+
 def test_what_is_asked_for_in_a_folder_is_measured_until_who_asked_is_gone(gpu, folder, monkeypatch):
     asked = folder / "asked"
     asked.mkdir()

@@ -15,7 +15,7 @@ from perfmodel.model import columns_of
 def sweep(tmp_path_factory):
     """120 shapes of two kernels on a GPU 1.5 times slower, 20 rows of a third, some of a whole layer; and its specification."""
     folder = tmp_path_factory.mktemp("sweep")
-    rows = fit.read_timings("h200").query("sweep == 'lrm'")
+    rows = fit.read_timings("h200").query("sweep == 'lrm' and settled")
     wanted = {"torch/bf16": 120, "torch/fp8_tensorwise_fast": 120, "torch/fp8_block128": 20}
     shapes = rows[rows["kernel"] == "torch/fp8_tensorwise_fast"][fit.SHAPE].sample(300, random_state=0)
     rows = rows.merge(shapes, on=fit.SHAPE)

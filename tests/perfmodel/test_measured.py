@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from perfmodel.data_folder import data_folder
+from perfmodel.fit import fitted_rows
 from perfmodel.measured import ALONE_SHARE, SHARED_GROUPED_US, SHARED_LAUNCH_US, SHARED_US, read_choices, read_timings
 from perfmodel.model import choice_file
 
@@ -107,3 +108,50 @@ def test_a_damaged_choice_is_named(tmp_path, break_it):
     (tmp_path / "choices" / name).write_bytes(break_it(whole))
     with pytest.raises(ValueError, match=f"{name} is truncated or damaged; make it again"):
         read_choices(tmp_path)
+
+
+def with_clocks(folder, clocks: dict[int, float], rows: int = 40) -> pd.DataFrame:
+    """Shapes of 64 x 64 x 64 and one process, all at 1,980 MHz but for those named; the last two of half a TFLOP."""
+    frame = write(folder, ["x"], [rows])
+    frame = frame.assign(m=64, n=64, k=64, sm_mhz=1980.0)
+    frame.loc[rows - 2 :, ["m", "n", "k"]] = 8192, 8192, 4096
+    frame.loc[list(clocks), "sm_mhz"] = list(clocks.values())
+    frame.to_parquet(folder / "gemm.parquet")
+    return frame
+
+
+def test_a_low_clock_is_a_neighbours_but_for_a_large_gemm(tmp_path):
+    with_clocks(tmp_path, {3: 1425.0, 7: 1935.0, 38: 1425.0, 39: 1980.0})
+    assert np.flatnonzero(~read_timings("mine", tmp_path)["settled"]).tolist() == [3]
+
+
+def test_a_run_at_a_lower_clock_throughout_is_settled(tmp_path):
+    frame = with_clocks(tmp_path, {3: 1425.0})
+    frame["sm_mhz"] = np.r_[np.full(20, 1410.0), np.full(20, 1980.0)]
+    frame.to_parquet(tmp_path / "gemm.parquet")
+    assert read_timings("mine", tmp_path)["settled"].tolist() == [False] * 20 + [True] * 20
+    (tmp_path / "gemm.json").write_text(json.dumps({"runs": [{"command": "x", "rows": 20}, {"command": "y", "rows": 20}]}))
+    assert read_timings("mine", tmp_path)["settled"].all()
+
+
+def test_where_no_clock_was_read_all_are_settled(tmp_path):
+    write(tmp_path, ["x"], [40])
+    assert read_timings("mine", tmp_path)["settled"].all()
+
+
+def test_what_is_fitted_is_settled(tmp_path):
+    with_clocks(tmp_path, {number: 1425.0 for number in range(4)})
+    rows = fitted_rows(read_timings("mine", tmp_path), least=1)
+    assert len(rows) == 36 and rows["settled"].all()
+
+
+def test_timings_of_two_orders_agree_better_where_both_are_settled():
+    """Measured, not modelled: what the reverse order changes lies in what is called unsettled."""
+    rows, key = read_timings("h200"), ["kernel", "m", "n", "k", "groups"]
+    run = rows[rows["sweep"] == "again"]["run"].unique()[0]
+    again, first = rows[rows["run"] == run], rows[rows["sweep"] == "dense"]
+    both = again.merge(first, on=key)
+    apart = np.abs(np.log(both["p50_us_x"] / both["p50_us_y"]))
+    settled = both["settled_x"] & both["settled_y"]
+    assert len(both) > 5000 and 0.5 < settled.mean() < 0.9
+    assert apart[settled].mean() < 0.65 * apart[~settled].mean()
