@@ -268,7 +268,7 @@ def learn(
         (layer.weight.detach().cpu().numpy().T.copy(), layer.bias.detach().cpu().numpy()) for layer in linear
     ]
     choice = Choice(Network(mean, deviation, 0.0, 1.0, arrays), known)
-    found = choice.parts(matrix[test]) == told[test]
+    found = choice.told(matrix[test])[0] == told[test]
     return choice, {
         "rows": len(order),
         "held_out": len(test),

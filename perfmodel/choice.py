@@ -42,6 +42,8 @@ _WAVES_M, _WAVES_N = (64, 128, 192, 256), (16, 32, 64, 96, 128, 160, 192, 256)
 # Periods of a size's logarithm to base 2: a half, one, two, four.
 _FREQUENCIES = (0.5, 1.0, 2.0, 4.0)
 _ROWS = 2048
+# How sure the network is of its choice, in classes of doubt: probabilities below which one is in the next class.
+DOUBT = (0.99, 0.9, 0.7, 0.5)
 
 
 def parts_of(names: Sequence[str]) -> tuple[int, ...]:
@@ -128,15 +130,19 @@ class Choice:
         table[tile, rest] = np.arange(len(self.kernels))
         return tile, rest, table
 
-    def parts(self, matrix: npt.NDArray[np.floating]) -> Codes:
-        """`PARTS` of the likeliest kernel, (rows, parts), for what `asked` makes."""
+    def told(self, matrix: npt.NDArray[np.floating]) -> tuple[Codes, npt.NDArray[np.int64]]:
+        """For what `asked` makes: `PARTS` of the likeliest kernel, (rows, parts), and the class of doubt, (rows,).
+
+        That is by `DOUBT`: 0 where the network is sure, 4 where the likeliest tile and rest have half a chance, or are none.
+        """
         tile, rest, table = self._numbers
         tiles, rests = np.split(self.network.outputs(matrix), [len(table)], axis=1)
         # The best tile and the best rest are the best kernel wherever there is one of both.
         kernel = table[tiles.argmax(axis=1), rests.argmax(axis=1)]
+        chance = np.where(kernel < 0, 0.0, _chance(tiles) * _chance(rests))
         for some in np.array_split(apart := np.flatnonzero(kernel < 0), -(-len(apart) // _ROWS) or 1):
             kernel[some] = (tiles[np.ix_(some, tile)] + rests[np.ix_(some, rest)]).argmax(axis=1)
-        return self.kernels[kernel]
+        return self.kernels[kernel], (chance[:, None] < DOUBT).sum(axis=1)
 
     def save(self) -> bytes:
         """As JSON."""
@@ -162,6 +168,11 @@ class Choice:
         return cls(network, kernels)
 
 
+def _chance(values: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
+    """Probability of each row's largest value, as the network was trained: a softmax."""
+    return 1 / np.exp(values - values.max(axis=1, keepdims=True)).sum(axis=1)
+
+
 def vocabulary(kernels: Codes) -> list[tuple[Codes, Codes]]:
     """Of the tiles, and then of the rests: those that there are, in order of their parts, and which of them each kernel has.
 
@@ -173,7 +184,7 @@ def vocabulary(kernels: Codes) -> list[tuple[Codes, Codes]]:
 
 
 def chosen_features(parts: Codes, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec) -> tuple[list[str], Array]:
-    """Names and (rows, features) matrix of what follows from a chosen kernel; `parts` as of `Choice.parts`."""
+    """Names and (rows, features) matrix of what follows from a chosen kernel; `parts` as of `Choice.told`."""
     part = dict(zip(PARTS, parts.T.astype(np.float64), strict=True))
     kind, tile_n = np.divmod(part["tile_n"], _KIND)
     cluster_n, cluster_m = np.divmod(part["cluster"], 10)
@@ -200,9 +211,13 @@ def with_choice(
     kernel: str,
     sizes: tuple[Array, Array, Array, Array],
     hardware: HardwareSpec,
-) -> tuple[list[str], Array]:
-    """Features, followed by those of the kernel that the library is likely to choose; unchanged without a choice."""
+) -> tuple[list[str], Array, npt.NDArray[np.int64]]:
+    """Features, followed by those of the kernel that the library is likely to choose, and each call's class of doubt.
+
+    Without a choice the features are as they were, and nothing is in doubt.
+    """
     if choice is None:
-        return names, matrix
-    more, columns = chosen_features(choice.parts(asked(kernel, *sizes, hardware)), *sizes, hardware)
-    return [*names, *more], np.column_stack([matrix, columns])
+        return names, matrix, np.zeros(len(matrix), dtype=np.int64)
+    parts, doubt = choice.told(asked(kernel, *sizes, hardware))
+    more, columns = chosen_features(parts, *sizes, hardware)
+    return [*names, *more], np.column_stack([matrix, columns]), doubt

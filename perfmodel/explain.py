@@ -100,10 +100,10 @@ def explain(model: PerfModel, row: Mapping[str, Any] | pd.Series) -> Explanation
     if "interval_factors" not in model.manifest["kernels"][kernel]:
         raise ValueError(f"{kernel} is known from measurements on this machine alone: there are no trees to explain it by")
     compute, memory = (float(limit[0]) for limit in limits_us(kernel, *sizes, model.hardware))
-    labels, matrix, smooth = model.seen(kernel, sizes)
-    added = model.learned(kernel)[1].contributions(matrix)[0].astype(float)
+    seen = model.seen(kernel, sizes)
+    added = model.learned(kernel)[1].contributions(seen.matrix)[0].astype(float)
     # The network's value counts by itself and as a feature of the trees: together they are its factor.
-    added[-2] += float(np.asarray(smooth).sum())
+    added[-2] += float(np.asarray(seen.smooth).sum())
     order = np.argsort(-np.abs(added[:-1]), kind="stable")
     baseline = float(baseline_us(kernel, *sizes, model.hardware, model.planned(kernel))[0])
     learned = np.array([baseline * np.exp(added.sum())])
@@ -118,6 +118,6 @@ def explain(model: PerfModel, row: Mapping[str, Any] | pd.Series) -> Explanation
     )
     return Explanation(
         kernel, shape, float(time), float(low), float(high), compute, memory, LAUNCH_FLOOR_US, typical,
-        {labels[index]: float(np.exp(added[index])) for index in order},
+        {seen.names[index]: float(np.exp(added[index])) for index in order},
         1.0 if abs(ratio - 1) < 1e-4 else float(ratio), outside, bool(possible[0] > learned[0]),
     )  # fmt: skip

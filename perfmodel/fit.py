@@ -46,9 +46,9 @@ from perfmodel.held_out import (
 )
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import GEMM_KERNELS, KERNELS, library_of
-from perfmodel.learn import Learned, learn_first, measured_range, predict, train
+from perfmodel.learn import Learned, learn_first, measured_range, predict, predict_doubting, train
 from perfmodel.measured import LEAST_US, read_choices, read_launches, read_timings
-from perfmodel.model import PerfModel, choice_file, model_file, network_file, size_class
+from perfmodel.model import PerfModel, bounds_of, choice_file, model_file, network_file
 from perfmodel.parallel import each
 from perfmodel.saved import SCHEMA_VERSION, load, read_spec
 from perfmodel.slim import slim
@@ -96,9 +96,9 @@ def judge(
     predicted, bounds = np.full(len(rows), np.nan), np.full((len(rows), 2), np.nan)
     by_kernel = {str(kernel): index for kernel, index in rows.groupby("kernel").indices.items()}
     for kernel, index in by_kernel.items():
-        predicted[index] = predict(learned[kernel], kernel, rows.iloc[index], hardware, entries[kernel]["range"])
-        factors = np.asarray(entries[kernel]["interval_factors"])
-        bounds[index] = predicted[index, None] * factors[size_class(predicted[index])]
+        entry = entries[kernel]
+        predicted[index], doubt = predict_doubting(learned[kernel], kernel, rows.iloc[index], hardware, entry["range"])
+        bounds[index] = bounds_of(predicted[index], entry, doubt)
     measured = rows["p50_us"].to_numpy()
     return {
         "kernels": {kernel: accuracy(measured[i], predicted[i], bounds[i]) for kernel, i in by_kernel.items()},
@@ -196,6 +196,7 @@ def fit(
             "held_out": accuracy(measured[index], predicted[index], bounds[index]),
             "classes": coverage_by_class(measured[index], fresh.predicted[index], bounds[index]),
             "interval_factors": fresh.factors(timings, kernel, index),
+            **({} if mine.choice is None else {"wider_in_doubt": list(fresh.wider_in_doubt)}),
             "network": mine.network is not None,
             "choice": mine.choice is not None,
             "planned": True,

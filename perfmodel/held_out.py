@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from perfmodel.choice import DOUBT, asked
 from perfmodel.hardware import HardwareSpec
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import GEMM_KERNELS, KERNELS
 from perfmodel.learn import Learned, predict, train
-from perfmodel.model import SIZE_CLASSES_US, size_class
+from perfmodel.model import SIZE_CLASSES_US, columns_of, size_class
 from perfmodel.parallel import each
 from perfmodel.transfer import Start, begin
 
@@ -167,18 +168,29 @@ class Unseen:
         predicted: Times by trees that saw nothing of the row's part, (rows,).
         part: What was left out with the row, (rows,): its run, or where too little remained without that its fold of shapes.
         wider: The power to which each kernel's interval factors are raised: above 1 where folds stand in for runs.
+        doubt: Of what the library chooses, by class (`doubts_of`), (rows,); None for none.
+        wider_in_doubt: The power of each class.
     """
 
     predicted: Array
     part: npt.NDArray[np.int64]
     wider: dict[str, float]
+    doubt: npt.NDArray[np.int64] | None = None
+    wider_in_doubt: tuple[float, ...] = (1.0,)
+
+    @property
+    def _power(self) -> Array | float:
+        """By how much each row's interval is wider for the doubt."""
+        return 1.0 if self.doubt is None else np.asarray(self.wider_in_doubt)[self.doubt]
 
     def factors(self, timings: pd.DataFrame, kernel: str, rows: Any, without: Any = ()) -> list[list[float]]:
-        """Interval factors of a kernel per size class, from those of its rows that the indices `rows` name.
+        """Interval factors of a kernel per size class where nothing is in doubt, from those of its rows that `rows` names.
 
         The profile of its size classes is that of the other kernels of its kind, without the runs that `without` numbers.
         """
-        measured, kind = timings["p50_us"].to_numpy(), KERNELS[kernel].kind
+        # As far off as each row would be without doubt.
+        measured = self.predicted * (timings["p50_us"].to_numpy() / self.predicted) ** (1 / self._power)
+        kind = KERNELS[kernel].kind
         known = np.isfinite(self.predicted) & ~np.isin(timings["run"].to_numpy(), without)
         others = [
             (measured[i], self.predicted[i])
@@ -193,14 +205,15 @@ class Unseen:
 
         So the share of measurements inside is that of runs that neither trees nor intervals saw.
         """
-        result = np.full((len(timings), 2), np.nan)
+        result, power = np.full((len(timings), 2), np.nan), np.broadcast_to(self._power, len(timings))
         for kernel, rows in timings.groupby("kernel").indices.items():
             index = np.asarray(rows)[np.isfinite(self.predicted[rows])]
             for number in np.unique(self.part[index]):
                 test, rest = index[self.part[index] == number], index[self.part[index] != number]
                 if len(rest):
                     factors = np.asarray(self.factors(timings, str(kernel), rest, timings["run"].iloc[test].unique()))
-                    result[test] = self.predicted[test, None] * factors[size_class(self.predicted[test])]
+                    factors = factors[size_class(self.predicted[test])] ** power[test, None]
+                    result[test] = self.predicted[test, None] * factors
         return result
 
 
@@ -231,7 +244,44 @@ def leave_out_runs(
     usual = max(1.0, float(np.median(list(ratios.values())))) if ratios else WIDER
     print(f"runs left out whole: intervals wider by a power of {usual:.2f}, the median of {len(ratios)} kernels", file=sys.stderr)
     wider = {str(kernel): 1.0 if kernel in ratios else usual for kernel in timings["kernel"].unique()}
-    return Unseen(predicted, part, wider)
+    doubt = doubts_of(timings, hardware, first or {})
+    in_doubt = wider_in_doubt(timings["kernel"].to_numpy(), np.abs(np.log(measured / predicted)), doubt)
+    print(f"in doubt of the kernel chosen: wider by a power of {', '.join(f'{w:.2f}' for w in in_doubt)}", file=sys.stderr)
+    return Unseen(predicted, part, wider, doubt, in_doubt)
+
+
+def doubts_of(timings: pd.DataFrame, hardware: HardwareSpec, first: Mapping[str, Learned | Start]) -> npt.NDArray[np.int64]:
+    """Of each row, how much in doubt is what the library chooses, by class (`perfmodel.choice.DOUBT`), (rows,)."""
+    result = np.zeros(len(timings), dtype=np.int64)
+    for kernel, index in timings.groupby("kernel").indices.items():
+        known = first.get(str(kernel))
+        if known is not None and known.choice is not None:
+            sizes = columns_of(timings.iloc[index])
+            result[index] = known.choice.told(asked(str(kernel), *sizes, hardware))[1]
+    return result
+
+
+def wider_in_doubt(kernels: npt.NDArray[Any], off: Array, doubt: npt.NDArray[np.int64]) -> tuple[float, ...]:
+    """By how much, as a power, intervals of each class of doubt are wider than those of calls without; never less in more doubt.
+
+    The 90th percentile of how far off a class's rows are, over that of their kernel's rows without doubt.
+
+    Args:
+        kernels: Names, (rows,).
+        off: Absolute logarithms of measured over predicted times, NaN where there is no prediction.
+        doubt: Classes.
+    """
+    share = np.full(len(off), np.nan)
+    for kernel in np.unique(kernels):
+        mine = (kernels == kernel) & np.isfinite(off)
+        if (sure := mine & (doubt == 0)).sum() >= LEAST_ROWS:
+            share[mine] = off[mine] / np.quantile(off[sure], COVERAGE)
+    found = [1.0]
+    for number in range(1, len(DOUBT) + 1):
+        rows = share[(doubt == number) & np.isfinite(share)]
+        wider = float(np.quantile(rows, COVERAGE)) if len(rows) >= LEAST_ROWS else 1.0
+        found.append(max(wider, found[-1]))
+    return tuple(found)
 
 
 def accuracy(measured: Array, predicted: Array, bounds: Array | None = None) -> dict[str, float]:

@@ -20,12 +20,11 @@ import numpy.typing as npt
 import pandas as pd
 
 from perfmodel import network
-from perfmodel.choice import Choice, with_choice
-from perfmodel.features import features
+from perfmodel.choice import Choice
 from perfmodel.hardware import HardwareSpec
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import KERNELS
-from perfmodel.model import Sizes, at_edge, baseline_us, columns_of, no_less, with_network
+from perfmodel.model import Seen, at_edge, baseline_us, columns_of, no_less
 from perfmodel.network import Network
 from perfmodel.parallel import each
 from perfmodel.steady import drift
@@ -73,13 +72,6 @@ class Learned(NamedTuple):
     least_us: float = 0.0
 
 
-def _seen(
-    kernel: str, sizes: Sizes, hardware: HardwareSpec, choice: Choice | None, net: Network | None
-) -> tuple[list[str], Array, Array | float]:
-    """Names and matrix of what the trees see, and the network's value."""
-    return with_network(*with_choice(*features(kernel, *sizes, hardware), choice, kernel, sizes, hardware), net)
-
-
 def _xgboost() -> Any:
     """The package, with threads that sleep while they wait: on a busy machine spinning ones take ten times as long."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -99,9 +91,9 @@ def _data(
     kernel: str, rows: pd.DataFrame, time_us: Array, hardware: HardwareSpec, choice: Choice | None, net: Network | None
 ) -> Any:
     sizes = columns_of(rows)
-    names, matrix, smooth = _seen(kernel, sizes, hardware, choice, net)
-    target = np.log(time_us / baseline_us(kernel, *sizes, hardware)) - smooth
-    return _xgboost().DMatrix(matrix, target, feature_names=names)
+    seen = Seen.of(kernel, sizes, hardware, choice, net)
+    target = np.log(time_us / baseline_us(kernel, *sizes, hardware)) - seen.smooth
+    return _xgboost().DMatrix(seen.matrix, target, feature_names=seen.names)
 
 
 def learn_first(
@@ -153,7 +145,7 @@ def _smooth(kernel: str, launches: pd.DataFrame, hardware: HardwareSpec, choice:
     """The network of a kernel's launches, and by how much, as a logarithm, each took longer than it says."""
     sizes = columns_of(launches)
     target = np.log(launches["time_us"].to_numpy(dtype=float) / baseline_us(kernel, *sizes, hardware))
-    _, matrix, _ = _seen(kernel, sizes, hardware, choice, None)
+    matrix = Seen.of(kernel, sizes, hardware, choice, None).matrix
     net = network.train(matrix, target)
     return net, target - net.predict(matrix)
 
@@ -201,7 +193,14 @@ def measured_range(rows: pd.DataFrame) -> dict[str, list[float]]:
 def predict(
     learned: Learned, kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, measured: dict[str, list[float]] | None = None
 ) -> Array:
-    """Times in microseconds of one kernel's rows.
+    """Times in microseconds of one kernel's rows; arguments as `predict_doubting`."""
+    return predict_doubting(learned, kernel, rows, hardware, measured)[0]
+
+
+def predict_doubting(
+    learned: Learned, kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, measured: dict[str, list[float]] | None = None
+) -> tuple[Array, npt.NDArray[np.int64]]:
+    """Times in microseconds of one kernel's rows, and each one's class of doubt about what the library chooses.
 
     Args:
         learned: What `train` made.
@@ -211,7 +210,7 @@ def predict(
         measured: `measured_range` of what was learned from, where rows may lie outside it.
     """
     sizes = columns_of(rows)
-    seen = at_edge(sizes, measured) if measured else sizes
-    _, matrix, smooth = _seen(kernel, seen, hardware, learned.choice, learned.network)
-    ratio = smooth + learned.booster.inplace_predict(matrix).astype(np.float64)
-    return no_less(baseline_us(kernel, *sizes, hardware) * np.exp(ratio), kernel, sizes, hardware, learned.least_us)
+    seen = Seen.of(kernel, at_edge(sizes, measured) if measured else sizes, hardware, learned.choice, learned.network)
+    ratio = seen.smooth + learned.booster.inplace_predict(seen.matrix).astype(np.float64)
+    time = no_less(baseline_us(kernel, *sizes, hardware) * np.exp(ratio), kernel, sizes, hardware, learned.least_us)
+    return time, seen.doubt

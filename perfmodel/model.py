@@ -80,6 +80,20 @@ def no_less(time: Array, kernel: str, sizes: Sizes, hardware: HardwareSpec, leas
     return np.maximum(time, np.maximum(ROOFLINE_SHARE * roofline_us(kernel, *sizes, hardware), least_us))
 
 
+def bounds_of(time_us: Array, entry: Mapping[str, Any], doubt: npt.NDArray[np.int64]) -> Array:
+    """Both ends of the 90% intervals of predicted times, (calls, 2).
+
+    Args:
+        time_us: The times.
+        entry: The kernel's, of a manifest: factors by size class, and powers of them by class of doubt where it has a choice.
+        doubt: As of `Seen`.
+    """
+    factors = np.asarray(entry["interval_factors"])[size_class(time_us)]
+    if wider := entry.get("wider_in_doubt"):
+        factors = factors ** np.asarray(wider)[doubt, None]
+    return time_us[:, None] * factors
+
+
 def model_file(kernel: str) -> str:
     """File name of a kernel's trees inside the models folder."""
     return kernel.replace("/", "__") + ".ubj.gz"
@@ -95,12 +109,38 @@ def choice_file(kernel: str) -> str:
     return kernel.replace("/", "__") + ".choice.json.gz"
 
 
-def with_network(names: list[str], matrix: Array, network: Network | None) -> tuple[list[str], Array, Array | float]:
-    """Features with the network's value as the last, its name `network`, and that value; unchanged and 0 without one."""
-    if network is None:
-        return names, matrix, 0.0
-    smooth = network.predict(matrix)
-    return [*names, "network"], np.column_stack([matrix, smooth]), smooth
+class Seen(NamedTuple):
+    """What the trees see of calls of one kernel.
+
+    Attributes:
+        names: Of the features, `network` the last where there is one.
+        matrix: The features, (calls, features).
+        doubt: Of what the library chooses, by class (`perfmodel.choice.DOUBT`), (calls,).
+        smooth: The network's value, 0 without one.
+    """
+
+    names: list[str]
+    matrix: Array
+    doubt: npt.NDArray[np.int64]
+    smooth: Array | float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        kernel: str,
+        sizes: Sizes,
+        hardware: HardwareSpec,
+        choice: Choice | None,
+        network: Network | None,
+        planned: bool = True,
+    ) -> Seen:
+        """Features, those of the kernel that is likely chosen, and what the network makes of both."""
+        known = features(kernel, *sizes, hardware, planned)
+        seen = cls(*with_choice(*known, choice, kernel, sizes, hardware))
+        if network is None:
+            return seen
+        smooth = network.predict(seen.matrix)
+        return seen._replace(names=[*seen.names, "network"], matrix=np.column_stack([seen.matrix, smooth]), smooth=smooth)
 
 
 def _kernels_of(frame: pd.DataFrame | Columns) -> list[str]:
@@ -247,11 +287,10 @@ class PerfModel:
         has = self.manifest["kernels"][kernel].get("choice")
         return _choice(_Stamp.of(self.folder / choice_file(kernel))) if has else None
 
-    def seen(self, kernel: str, sizes: Sizes) -> tuple[list[str], Array, Array | float]:
-        """What the trees see of calls of one kernel: names and matrix of features, and the network's value, 0 without one."""
+    def seen(self, kernel: str, sizes: Sizes) -> Seen:
+        """What the trees see of calls of one kernel."""
         sizes = at_edge(sizes, self.manifest["kernels"][kernel]["range"])
-        seen = features(kernel, *sizes, self.hardware, self.planned(kernel))
-        return with_network(*with_choice(*seen, self.choice(kernel), kernel, sizes, self.hardware), self.learned(kernel)[0])
+        return Seen.of(kernel, sizes, self.hardware, self.choice(kernel), self.learned(kernel)[0], self.planned(kernel))
 
     def planned(self, kernel: str) -> bool:
         """Whether its trees were fitted with what is known of a memory-bound kernel's launch."""
@@ -261,17 +300,13 @@ class PerfModel:
         """The kernel's shortest call among those that were fitted, in microseconds; 0 of a model that does not say."""
         return float(self.manifest["kernels"][kernel].get("least_us", 0.0))
 
-    def _ratio(self, kernel: str, sizes: Sizes) -> Array:
-        """Logarithm of time over baseline of calls of one kernel."""
-        _, matrix, smooth = self.seen(kernel, sizes)
-        return smooth + self.learned(kernel)[1].predict(matrix).astype(np.float64)
-
     def _times(self, kernel: str, sizes: Sizes) -> Array:
         """Times of calls of one kernel and both ends of their intervals, (calls, 3)."""
-        learned = baseline_us(kernel, *sizes, self.hardware, self.planned(kernel)) * np.exp(self._ratio(kernel, sizes))
+        entry, seen = self.manifest["kernels"][kernel], self.seen(kernel, sizes)
+        ratio = seen.smooth + self.learned(kernel)[1].predict(seen.matrix).astype(np.float64)
+        learned = baseline_us(kernel, *sizes, self.hardware, self.planned(kernel)) * np.exp(ratio)
         time = no_less(learned, kernel, sizes, self.hardware, self.least_us(kernel))
-        factors = np.asarray(self.manifest["kernels"][kernel]["interval_factors"])[size_class(time)]
-        return np.stack([time, time * factors[:, 0], time * factors[:, 1]], axis=1)
+        return np.column_stack([time, bounds_of(time, entry, seen.doubt)])
 
     @overload
     def predict(self, frame: pd.DataFrame) -> pd.DataFrame: ...

@@ -95,7 +95,7 @@ def test_a_rule_is_learned_and_judged_on_answers_held_out(library, monkeypatch):
     choice, judged = choices.learn(KERNEL, rows, hardware.load("h200"), epochs=12)
     assert judged["rows"] + judged["held_out"] == len(rows) and judged["tile_right"] > 0.95 and judged["all_right"] > 0.93
     fresh = choices.answers((KERNEL,), 3, 7, NONE, 60.0, 900)
-    told = choice.parts(asked(KERNEL, *(fresh[x].to_numpy(float) for x in ("m", "n", "k", "groups")), hardware.load("h200")))
+    told, _ = choice.told(asked(KERNEL, *(fresh[x].to_numpy(float) for x in ("m", "n", "k", "groups")), hardware.load("h200")))
     right = (told == fresh[list(PARTS)].to_numpy()).all(axis=1).mean()
     assert right == pytest.approx(judged["all_right"], abs=0.04)
 
@@ -113,7 +113,7 @@ def test_learning_goes_on_from_another_gpus_network(library, monkeypatch):
     # At a low rate it stays what it was.
     kept, _ = choices.learn(KERNEL, few, spec, epochs=1, start=start, rate=1e-9)
     matrix = asked(KERNEL, *(few[x].to_numpy(float) for x in ("m", "n", "k", "groups")), spec)
-    again = [choice.parts(matrix) for choice in (start, kept, more)]
+    again = [choice.told(matrix)[0] for choice in (start, kept, more)]
     assert (again[0] == again[1]).all(axis=1).mean() > 0.99 > (again[0] == again[2]).all(axis=1).mean()
     # What this GPU's library never chooses is forgotten; what it alone chooses is learned.
     other = few.assign(tile_n=np.where(few["tile_n"] == 128, 96, few["tile_n"]))

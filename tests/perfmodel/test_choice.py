@@ -4,9 +4,10 @@ import json
 
 import numpy as np
 import pytest
+from scipy.special import softmax
 
 from perfmodel import hardware
-from perfmodel.choice import PARTS, Choice, asked, chosen_features, parts_of, with_choice
+from perfmodel.choice import DOUBT, PARTS, Choice, asked, chosen_features, parts_of, with_choice
 from perfmodel.features import features
 from perfmodel.network import Network
 
@@ -66,14 +67,18 @@ def choice() -> Choice:
 
 def test_the_likeliest_is_taken_and_stands_behind_the_features(choice):
     sizes = tuple(np.array(x, dtype=float) for x in ([512, 2048, 512], [256, 256, 64], [64, 64, 64], [1, 1, 1]))
-    parts = choice.parts(asked(KERNEL, *sizes, H200))
+    parts, doubt = choice.told(asked(KERNEL, *sizes, H200))
     assert parts[:, 0].tolist() == [64, 128, 64] and (parts[:, 1] == 64).all() and parts.shape == (3, len(PARTS))
+    # One apart in the logarithm: 73%, less than 90 and more than 70.
+    assert doubt.tolist() == [2, 2, 2]
     known = features(KERNEL, *sizes, H200)
-    names, matrix = with_choice(*known, choice, KERNEL, sizes, H200)
+    names, matrix, doubted = with_choice(*known, choice, KERNEL, sizes, H200)
     more, expected = chosen_features(parts, *sizes, H200)
     assert names == [*known[0], *more] and len(set(names)) == len(names)
     np.testing.assert_array_equal(matrix, np.column_stack([known[1], expected]))
-    assert with_choice(*known, None, KERNEL, sizes, H200)[1] is known[1]
+    np.testing.assert_array_equal(doubted, doubt)
+    _, same, no_doubt = with_choice(*known, None, KERNEL, sizes, H200)
+    assert same is known[1] and not no_doubt.any()
 
 
 def test_only_kernels_that_exist_are_told_the_likeliest_by_its_tile_and_rest_together():
@@ -86,23 +91,32 @@ def test_only_kernels_that_exist_are_told_the_likeliest_by_its_tile_and_rest_tog
     size = sum(map(len, used))
     nothing, one = np.zeros(size, np.float32), np.ones(size, np.float32)
     network = Network(nothing, one, 0.0, 1.0, [(np.eye(size, dtype=np.float32), nothing)])
-    matrix = generator.normal(size=(900, size)).astype(np.float32)
+    matrix = generator.uniform(-4, 4, (900, size)).astype(np.float32)
     values = [{tuple(half): place for place, half in enumerate(halves.tolist())} for halves in used]
-    found, apart = Choice(network, kernels).parts(matrix), 0
-    for row, parts in zip(matrix, found, strict=True):
+    # Of some rows one kernel stands out, by more and more.
+    for place, row in enumerate(matrix[600:]):
+        row -= (place / 300) * (row + 4)
+        kernel = kernels[place % len(kernels)].tolist()
+        row[[values[0][tuple(kernel[:2])], len(used[0]) + values[1][tuple(kernel[2:])]]] = 4.0
+    (found, doubt), apart = Choice(network, kernels).told(matrix), 0
+    for row, parts, unsure in zip(matrix, found, doubt, strict=True):
         sums = [row[values[0][tuple(k[:2])]] + row[len(used[0]) + values[1][tuple(k[2:])]] for k in kernels.tolist()]
         assert (parts == kernels[int(np.argmax(sums))]).all()
         best = [*used[0][row[: len(used[0])].argmax()], *used[1][row[len(used[0]) :].argmax()]]
         apart += best not in kernels.tolist()
-    assert apart > 100
+        halves = np.split(row.astype(float), [len(used[0])])
+        chance = np.prod([softmax(half).max() for half in halves]) if best in kernels.tolist() else 0.0
+        assert unsure == sum(chance < edge for edge in DOUBT)
+    assert apart > 100 and len(set(doubt.tolist())) == len(DOUBT) + 1
 
 
 def test_saved_and_loaded_it_chooses_the_same(choice):
     generator = np.random.default_rng(0)
     matrix = generator.uniform(0, 20, (700, choice.network.mean.size))
     again = Choice.load(choice.save())
-    np.testing.assert_array_equal(again.parts(matrix), choice.parts(matrix))
-    assert (choice.parts(matrix)[:, 0] == np.where(matrix[:, 0] > 10, 128, 64)).all()
+    for one, other in zip(again.told(matrix), choice.told(matrix), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert (choice.told(matrix)[0][:, 0] == np.where(matrix[:, 0] > 10, 128, 64)).all()
 
 
 def test_a_damaged_one_is_refused(choice):

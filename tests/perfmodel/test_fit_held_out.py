@@ -8,7 +8,7 @@ import perfmodel
 from perfmodel import data_folder, fit, held_out, learn
 from perfmodel.choice import PARTS, Choice, asked
 from perfmodel.judge import SHAPE
-from perfmodel.model import baseline_us, columns_of, size_class
+from perfmodel.model import baseline_us, bounds_of, columns_of, size_class
 from perfmodel.network import Network
 from perfmodel.steady import drift
 
@@ -66,6 +66,47 @@ def test_folds_stand_in_for_the_runs_of_a_kernel_measured_once():
     narrow, wide = (np.log(np.array(some.factors(rows, KERNEL, index))) for some in (fresh, wider))
     np.testing.assert_allclose(wide, 1.5 * narrow)
     assert np.isnan(fresh.bounds(rows)).all() and np.isfinite(wider.bounds(rows)).all()
+
+
+def in_doubt(count: int = 40_000) -> tuple[pd.DataFrame, held_out.Unseen]:
+    """Rows of two runs, half of them of class 0 of doubt and off by 0.1, the others of class 2 and off by twice that."""
+    rows, fresh = a_model_of((0.1, 0.1), count)
+    doubt = np.random.default_rng(5).permutation(np.repeat([0, 2], count // 2))
+    generator = np.random.default_rng(6)
+    rows["p50_us"] = fresh.predicted * np.exp(0.1 * np.where(doubt > 0, 2.0, 1.0) * generator.standard_normal(count))
+    off = np.abs(np.log(rows["p50_us"].to_numpy() / fresh.predicted))
+    wider = held_out.wider_in_doubt(rows["kernel"].to_numpy(), off, doubt)
+    return rows, held_out.Unseen(fresh.predicted, fresh.part, fresh.wider, doubt, wider)
+
+
+def test_what_is_in_doubt_is_wider_by_as_much_as_it_is_further_off():
+    rows, fresh = in_doubt()
+    assert fresh.wider_in_doubt == pytest.approx((1.0, 1.0, 2.0, 2.0, 2.0), abs=0.05)
+    bounds, measured = fresh.bounds(rows), rows["p50_us"].to_numpy()
+    inside = (measured >= bounds[:, 0]) & (measured <= bounds[:, 1])
+    blind = held_out.Unseen(fresh.predicted, fresh.part, fresh.wider).bounds(rows)
+    as_one = (measured >= blind[:, 0]) & (measured <= blind[:, 1])
+    for number in (0, 2):
+        mine = fresh.doubt == number
+        assert inside[mine].mean() == pytest.approx(0.9, abs=0.01)
+        assert abs(as_one[mine].mean() - 0.9) > 0.05
+
+
+def test_factors_in_a_manifest_give_the_same_intervals():
+    rows, fresh = in_doubt()
+    entry = {"interval_factors": fresh.factors(rows, KERNEL, np.arange(len(rows))), "wider_in_doubt": fresh.wider_in_doubt}
+    bounds, measured = bounds_of(fresh.predicted, entry, fresh.doubt), rows["p50_us"].to_numpy()
+    inside = (measured >= bounds[:, 0]) & (measured <= bounds[:, 1])
+    assert [inside[fresh.doubt == number].mean() for number in (0, 2)] == pytest.approx([0.9, 0.9], abs=0.01)
+    sure = bounds_of(fresh.predicted, {"interval_factors": entry["interval_factors"]}, fresh.doubt)
+    np.testing.assert_array_equal(sure[fresh.doubt == 0], bounds[fresh.doubt == 0])
+    assert (sure[fresh.doubt == 2, 1] < bounds[fresh.doubt == 2, 1]).all()
+
+
+def test_few_rows_in_doubt_widen_nothing():
+    off, doubt = np.full(200, 0.1), np.repeat([0, 4], [190, 10])
+    off[doubt > 0] = 9.0
+    assert held_out.wider_in_doubt(np.full(200, KERNEL), off, doubt) == (1.0,) * 5
 
 
 def test_left_out_runs_are_predicted_without_them_and_their_shapes(monkeypatch):
