@@ -5,10 +5,11 @@
     python -m hil.collect gemm --out data/h200 --kernels 'fbgemm/*' 'loka/*'
 
 A row per (kernel, shape): how many samples, their p10, p50, p90 and extremes in microseconds, how many are outliers, the
-time of an eager call, the error of one result against FP64, and the GPU's clock, power and temperature. The file already
-in the folder is extended, not replaced: what it holds is skipped kernel by kernel, so that an interrupted sweep goes on
-where it was, and new kernels are measured over the shapes of the old ones. It is saved every minute. Files of before a
-column was added have NaN there.
+time of an eager call, the error of one result against FP64, and the GPU's clock, power and temperature. Where an earlier
+shape's work has lowered the clock, the GPU rests and the shape is timed again (`hil.measure.FullClock`). The file already in
+the folder is extended, not replaced: what it holds is skipped kernel by kernel, so that an interrupted sweep goes on where it
+was, and new kernels are measured over the shapes of the old ones. It is saved every minute. Files of before a column was
+added have NaN there.
 """
 
 from __future__ import annotations

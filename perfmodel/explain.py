@@ -32,6 +32,7 @@ class Explanation:
         correction: What a refinement on the user's machine multiplies the time by; 1 without one.
         outside: Which of m, n, k, groups, product lie outside the sizes that the kernel was measured at.
         clipped: Whether all this is less than is possible (`perfmodel.model.no_less`), which it takes instead.
+        wider: The power of the interval's factors for the doubt about which of its kernels the library chooses; 1 without.
     """
 
     kernel: str
@@ -47,6 +48,7 @@ class Explanation:
     correction: float
     outside: tuple[str, ...]
     clipped: bool
+    wider: float
 
     @property
     def roofline_us(self) -> float:
@@ -76,6 +78,8 @@ class Explanation:
         lines.append(f"    {rest:5.2f} x  all {len(self.factors) - len(shown)} other features")
         if self.clipped:
             lines.append("  less than the roofline or than its shortest measured call, which it takes instead")
+        if self.wider > 1.0:
+            lines.append(f"  which of its kernels the library takes is in doubt: an interval {self.wider:.1f} times as wide")
         if self.correction != 1.0:
             lines.append(f"  measurements on this machine: {self.correction:.2f} x")
         if self.outside:
@@ -120,4 +124,5 @@ def explain(model: PerfModel, row: Mapping[str, Any] | pd.Series) -> Explanation
         kernel, shape, float(time), float(low), float(high), compute, memory, LAUNCH_FLOOR_US, typical,
         {seen.names[index]: float(np.exp(added[index])) for index in order},
         1.0 if abs(ratio - 1) < 1e-4 else float(ratio), outside, bool(possible[0] > learned[0]),
+        float(wider[seen.doubt[0]]) if (wider := model.manifest["kernels"][kernel].get("wider_in_doubt")) else 1.0,
     )  # fmt: skip
