@@ -42,7 +42,7 @@ def on_another_gpu(rows: pd.DataFrame, base: PerfModel) -> pd.DataFrame:
 @pytest.fixture(scope="module")
 def halves(base) -> tuple[pd.DataFrame, pd.DataFrame]:
     """GEMM rows of the zoo, which the base never saw, on another GPU: about 300 to refine on, and other shapes to judge."""
-    zoo = read_timings("h200").query("sweep == 'zoo'")
+    zoo = read_timings("h200").query("sweep == 'zoo' and settled")
     zoo = zoo[zoo["kernel"].isin(perfmodel.GEMM_KERNELS) & zoo["kernel"].str.startswith("torch/")].reset_index(drop=True)
     shape = zoo.groupby(SHAPE).ngroup().to_numpy()
     order = np.random.default_rng(0).permutation(shape.max() + 1)[shape]
@@ -90,7 +90,7 @@ def test_local_part_beats_the_machine_part_alone(base, halves, refinement):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_own_gpu_is_not_made_worse(base, seed):
     """On the machine that the base comes from there is little to learn; half of the zoo's GEMMs judge the other half."""
-    zoo = read_timings("h200").query("sweep == 'zoo'")
+    zoo = read_timings("h200").query("sweep == 'zoo' and settled")
     zoo = zoo[zoo["kernel"].isin(perfmodel.GEMM_KERNELS) & zoo["kernel"].str.startswith("torch/")].reset_index(drop=True)
     shape = zoo.groupby(SHAPE).ngroup().to_numpy()
     half = np.random.default_rng(seed).permutation(shape.max() + 1)[shape] % 2 == 0
