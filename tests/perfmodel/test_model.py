@@ -192,6 +192,20 @@ def test_an_explanation_multiplies_up_to_the_prediction(model, call):
     assert f"{told.time_us:.2f} us" in words and next(iter(told.factors)) in words and f"bound by {told.bound}" in words
 
 
+def test_an_explanation_says_where_the_choice_of_a_kernel_is_in_doubt(model):
+    """The interval is the manifest's factors to the power that it names."""
+    calls = [{"kernel": "torch/bf16", "m": 512 * step, "n": 96 * step, "k": 128} for step in range(1, 60)]
+    told = [model.explain(call) for call in calls]
+    powers = model.manifest["kernels"]["torch/bf16"]["wider_in_doubt"]
+    assert powers[0] == 1.0 and powers == sorted(powers) and {found.wider for found in told} <= set(powers)
+    unsure, sure = (next(found for found in told if (found.wider > 1) == doubted) for doubted in (True, False))
+    for found in (unsure, sure):
+        low, high = model.manifest["kernels"]["torch/bf16"]["interval_factors"][size_class(np.array([found.time_us]))[0]]
+        assert found.low_us == pytest.approx(found.time_us * low**found.wider)
+        assert found.high_us == pytest.approx(found.time_us * high**found.wider)
+    assert "is in doubt" in unsure.words() and "is in doubt" not in sure.words()
+
+
 def test_an_explanation_says_what_bounds_and_what_was_never_measured(model):
     assert model.explain({"kernel": "torch/bf16", "m": 8192, "n": 8192, "k": 8192}).bound == "compute"
     assert model.explain({"kernel": "torch/bf16", "m": 262144, "n": 64, "k": 64}).bound == "memory"
