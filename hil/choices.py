@@ -10,7 +10,7 @@ folder has are left out, so that what is learned stays ignorant of the shapes th
 written as `choices/<kernel>.json.gz`, with a sidecar that says how often each is right on answers that it has not seen.
 `perfmodel.fit` makes features of them (`perfmodel.choice`): by the same specification of the GPU as they learn by, FILE, in the
 third form. There they go on from the networks of a shipped GPU, much of whose choices is this one's, too; from this GPU's own of
-earlier answers at a lower `--rate`, which keeps what those taught.
+earlier answers at a lower `--rate`, which keeps what those taught. `--sure 0.2` then asks mostly where they are in doubt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import multiprocessing
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -141,8 +141,28 @@ def keys_of(shapes: pd.DataFrame) -> npt.NDArray[np.uint64]:
     return np.asarray(pd.util.hash_pandas_object(shapes[_SHAPE].astype(np.int64), index=False), dtype=np.uint64)
 
 
+def worth_asking(
+    kernel: str, shapes: pd.DataFrame, choice: Choice, hardware: HardwareSpec, share: float, generator: np.random.Generator
+) -> npt.NDArray[np.bool_]:
+    """Which shapes to ask of a kernel, (rows,): those in whose choice a network is in doubt, and a share of the others.
+
+    Most of what is asked at random the network knows already, and what it does not lies along the borders between two kernels.
+    """
+    m, n, k, groups = (shapes[name].to_numpy(dtype=np.float64) for name in _SHAPE)
+    _, doubt = choice.told(asked(kernel, m, n, k, groups, hardware))
+    return (doubt > 0) | (generator.random(len(shapes)) < share)
+
+
 def answers(
-    kernels: Sequence[str], number: int, seed: int, known: npt.NDArray[np.uint64], seconds: float, most: int
+    kernels: Sequence[str],
+    number: int,
+    seed: int,
+    known: npt.NDArray[np.uint64],
+    seconds: float,
+    most: int,
+    told: Mapping[str, Choice] | None = None,
+    hardware: HardwareSpec | None = None,
+    share: float = 1.0,
 ) -> pd.DataFrame:
     """What one process is told: rows of `kernel`, the shape and `PARTS`.
 
@@ -153,6 +173,9 @@ def answers(
         known: `keys_of` shapes to leave out.
         seconds: When to stop.
         most: Rows to stop at.
+        told: Networks of what is known, by kernel: with `hardware`, what they are sure of is asked by `share` alone.
+        hardware: The GPU that they are asked for.
+        share: Of the calls of which they are sure, those to ask.
     """
     import torch
 
@@ -164,23 +187,31 @@ def answers(
     recorder, pool = Recorder(), BufferPool(elements=2**30)
     encoded: dict[tuple[str, ...], tuple[int, ...]] = {}
     seen: set[int] = set()
-    small = Shape(256, 256, 256, 1)
+    small, generator = Shape(256, 256, 256, 1), np.random.default_rng([seed, number])
     with torch.cuda.stream(recorder.stream):
         for name in kernels:
             RUNNERS[name].bind(replace(small, groups=2) if name == _BATCHED else small, pool)(0)
         torch.cuda.synchronize()
         for turn in range(1_000_000):
             drawn_now = _shapes(kernels, seed + 1_000_000 * number + 10 * turn)
-            keys = keys_of(pd.DataFrame([(s.m, s.n, s.k, s.groups) for s in drawn_now], columns=_SHAPE))
-            for shape, key, left_out in zip(drawn_now, keys.tolist(), np.isin(keys, known).tolist(), strict=True):
+            frame = pd.DataFrame([(s.m, s.n, s.k, s.groups) for s in drawn_now], columns=_SHAPE)
+            wanted = {
+                name: worth_asking(name, frame, told[name], hardware, share, generator)
+                for name in kernels
+                if told and hardware and name in told
+            }
+            keys = keys_of(frame)
+            for place, (shape, key, left_out) in enumerate(
+                zip(drawn_now, keys.tolist(), np.isin(keys, known).tolist(), strict=True)
+            ):
                 if time.time() > until or len(rows) >= most:
-                    frame = pd.DataFrame(rows, columns=["kernel", *_SHAPE])
-                    return frame.assign(**dict(zip(PARTS, np.array(parts).reshape(-1, len(PARTS)).T, strict=True)))
+                    found_rows = pd.DataFrame(rows, columns=["kernel", *_SHAPE])
+                    return found_rows.assign(**dict(zip(PARTS, np.array(parts).reshape(-1, len(PARTS)).T, strict=True)))
                 if left_out or key in seen or shape.groups * shape.m * shape.n > _MOST_OUTPUTS:
                     continue
                 seen.add(key)
                 for name in kernels:
-                    if takes(name, shape):
+                    if takes(name, shape) and (name not in wanted or wanted[name][place]):
                         try:
                             launch = RUNNERS[name].bind(shape, pool)
                             found = tuple(recorder.names(lambda bound=launch: bound(0)))  # type: ignore[misc]
@@ -321,6 +352,11 @@ def unanswered(folder: Path) -> tuple[str, ...]:
     return tuple(name for name in KERNELS_ASKED if name not in judged or not (folder / NETWORKS / choice_file(name)).is_file())
 
 
+def _choice_of(model: PerfModel, kernel: str) -> Choice | None:
+    """A shipped GPU's network of a kernel, if it has one."""
+    return model.choice(kernel) if kernel in model.manifest["kernels"] else None
+
+
 def _learned(
     rows: pd.DataFrame,
     kernels: Sequence[str],
@@ -332,7 +368,7 @@ def _learned(
     rate: float,
 ) -> Iterator[tuple[str, Choice, dict[str, Any]]]:
     """`learn` of each kernel that has answers, in order, so many at a time."""
-    begun = {kernel: start.choice(kernel) for kernel in kernels if start and kernel in start.manifest["kernels"]}
+    begun = {kernel: _choice_of(start, kernel) for kernel in kernels if start}
     jobs = [
         (kernel, mine, hardware, epochs, width, begun.get(kernel), rate)
         for kernel in kernels
@@ -358,6 +394,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rate", type=float, default=RATE, help="highest learning rate; lower keeps more of --start (default: %(default)s)"
     )
+    parser.add_argument(
+        "--sure", type=float, default=1.0, metavar="SHARE",
+        help="of the calls of which the networks of --start are sure, ask this share alone (default: all)",
+    )  # fmt: skip
     parser.add_argument("--most", type=int, default=250_000, help="answers of a process")
     parser.add_argument("--seed", type=int, default=91001)
     parser.add_argument("--workers", type=int, default=8, help="processes that ask")
@@ -375,6 +415,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kernels = [name for name in KERNELS_ASKED if any(fnmatchcase(name, pattern) for pattern in options.kernels)]
     if not kernels:
         parser.error(f"--kernels {' '.join(options.kernels)} fits none of {', '.join(KERNELS_ASKED)}")
+    if not 0 <= options.sure <= 1:
+        parser.error(f"--sure {options.sure:g} is no share; give 0 to 1")
+    if options.sure < 1 and not options.start:
+        parser.error("--sure is of what the networks of --start know: name it")
     if options.epochs < 1 and options.answers is None:
         parser.error("--epochs 0 learns nothing: give --answers, the file to keep the answers in")
     if absent := [str(path) for path in options.earlier if not path.is_file()]:
@@ -399,7 +443,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 3
         asked_before = [*earlier, *([pd.read_parquet(careful, columns=_SHAPE)] if careful.is_file() else [])]
         known = np.unique(np.concatenate([np.empty(0, dtype=np.uint64), *map(keys_of, asked_before)]))
-        jobs = [(kernels, number, options.seed, known, 60 * options.minutes, options.most) for number in range(options.workers)]
+        told = {name: choice for name in kernels if options.sure < 1 and start and (choice := _choice_of(start, name))}
+        asking = (known, 60 * options.minutes, options.most, told, spec, options.sure)
+        jobs = [(kernels, number, options.seed, *asking) for number in range(options.workers)]
         with multiprocessing.get_context("spawn").Pool(options.workers) as processes:
             rows = pd.concat(processes.starmap(answers, jobs, chunksize=1)).drop_duplicates(["kernel", *_SHAPE])
         if options.answers is not None:

@@ -120,6 +120,28 @@ def test_learning_goes_on_from_another_gpus_network(library, monkeypatch):
     assert 96 in choices.learn(KERNEL, other, spec, epochs=1, start=start)[0].kernels[:, 0]
 
 
+def test_where_the_network_is_sure_a_share_is_asked(library, monkeypatch):
+    monkeypatch.setattr(choices, "WIDTH", 48)
+    monkeypatch.setattr(choices, "BATCH", 256)
+    spec = hardware.load("h200")
+    start, _ = choices.learn(KERNEL, choices.answers((KERNEL,), 0, 7, NONE, 60.0, 3600), spec, epochs=12)
+
+    def ask(share: float, most: int = 600) -> tuple[np.ndarray, np.ndarray]:
+        rows = choices.answers((KERNEL, "torch/bf16"), 3, 7, NONE, 60.0, most, {KERNEL: start}, spec, share)
+        # A kernel without a network is asked as ever.
+        assert (rows["kernel"] == "torch/bf16").any()
+        rows = rows[rows["kernel"] == KERNEL]
+        told, doubt = start.told(asked(KERNEL, *(rows[x].to_numpy(float) for x in ("m", "n", "k", "groups")), spec))
+        return doubt > 0, (told == rows[list(PARTS)].to_numpy()).all(axis=1)
+
+    everything, right = ask(1.0)
+    doubted, seldom_right = ask(0.0)
+    half, _ = ask(0.5)
+    assert doubted.all() and 0.02 < everything.mean() < 0.9 and everything.mean() < half.mean() < 1.0
+    # There is more to learn where it is in doubt.
+    assert 1 - seldom_right.mean() > 1.5 * (1 - right.mean())
+
+
 def test_the_layers_it_begins_with_say_what_the_network_says(library):
     import torch
 
@@ -184,10 +206,12 @@ def test_answers_of_earlier_runs_are_learned_from_and_not_asked_again(library, t
     choice = Choice.load(gzip.decompress((tmp_path / "choices" / choice_file(KERNEL)).read_bytes()))
     outputs = sum(len(halves) for halves, _ in vocabulary(choice.kernels))
     assert [weights.shape[1] for weights, _ in choice.network.layers] == [24, 24, 24, outputs]
-    for wrong in (["--epochs", "0"], ["--earlier", str(tmp_path / "none.parquet")]):
+    for wrong in (["--sure", "2"], ["--sure", "0.2"], ["--epochs", "0"], ["--earlier", str(tmp_path / "none.parquet")]):
         with pytest.raises(SystemExit):
             choices.main(["--out", str(tmp_path), *wrong])
-    assert "none.parquet is not there" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    for why in ("none.parquet is not there", "--sure 2 is no share", "--sure is of what the networks of --start know"):
+        assert why in printed
 
 
 def test_networks_learn_by_the_specification_given_and_side_by_side_as_one_by_one(library, tmp_path, monkeypatch):
