@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from perfmodel.calls import columns_of
 from perfmodel.hardware import HardwareSpec
 from perfmodel.kernels import KERNELS
-from perfmodel.model import columns_of
 from perfmodel.roofline import roofline_us
 
 Array = npt.NDArray[np.float64]

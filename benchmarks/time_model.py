@@ -30,6 +30,7 @@ from peers import PEERS, MatmulHeuristics
 import perfmodel
 from loka_sim.dispatch.baselines import filter_rowwise, filter_tensorwise
 from perfmodel import data_folder, fit
+from perfmodel.calls import columns_of
 from perfmodel.choice import Choice
 from perfmodel.hardware import HardwareSpec
 from perfmodel.held_out import FOLDS, accuracy, choice_regret, coverage_by_class, folds_of, held_out, leave_out_runs
@@ -37,8 +38,8 @@ from perfmodel.judge import SHAPE
 from perfmodel.kernels import GEMM_KERNELS, KERNELS
 from perfmodel.learn import Learned, learn_first, measured_range, predict, train
 from perfmodel.measured import read_choices
-from perfmodel.model import SIZE_CLASSES_US, columns_of
 from perfmodel.parallel import each
+from perfmodel.prediction import SIZE_CLASSES_US
 
 Array = npt.NDArray[np.float64]
 

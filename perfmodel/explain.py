@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from perfmodel.model import LAUNCH_FLOOR_US, PerfModel, baseline_us, columns_of, no_less
+from perfmodel.calls import columns_of
+from perfmodel.model import PerfModel
+from perfmodel.prediction import LAUNCH_FLOOR_US, baseline_us, no_less
 from perfmodel.roofline import limits_us
 
 
@@ -31,7 +33,7 @@ class Explanation:
             first; `network` is what the network makes of all of them.
         correction: What a refinement on the user's machine multiplies the time by; 1 without one.
         outside: Which of m, n, k, groups, product lie outside the sizes that the kernel was measured at.
-        clipped: Whether all this is less than is possible (`perfmodel.model.no_less`), which it takes instead.
+        clipped: Whether all this is less than is possible (`perfmodel.prediction.no_less`), which it takes instead.
         wider: The power of the interval's factors for the doubt about which of its kernels the library chooses; 1 without.
     """
 

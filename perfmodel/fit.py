@@ -48,8 +48,9 @@ from perfmodel.judge import SHAPE
 from perfmodel.kernels import GEMM_KERNELS, KERNELS, library_of
 from perfmodel.learn import Learned, learn_first, measured_range, predict, predict_doubting, train
 from perfmodel.measured import LEAST_US, read_choices, read_launches, read_timings
-from perfmodel.model import PerfModel, bounds_of, choice_file, model_file, network_file
+from perfmodel.model import PerfModel, choice_file, model_file, network_file
 from perfmodel.parallel import each
+from perfmodel.prediction import bounds_of
 from perfmodel.saved import SCHEMA_VERSION, load, read_spec
 from perfmodel.slim import slim
 from perfmodel.transfer import Start, begin, starts

@@ -16,13 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from perfmodel.calls import columns_of
 from perfmodel.choice import DOUBT, asked
 from perfmodel.hardware import HardwareSpec
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import GEMM_KERNELS, KERNELS
 from perfmodel.learn import Learned, predict, train
-from perfmodel.model import SIZE_CLASSES_US, columns_of, size_class
 from perfmodel.parallel import each
+from perfmodel.prediction import SIZE_CLASSES_US, size_class
 from perfmodel.transfer import Start, begin
 
 Array = npt.NDArray[np.float64]

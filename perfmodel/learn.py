@@ -20,13 +20,14 @@ import numpy.typing as npt
 import pandas as pd
 
 from perfmodel import network
+from perfmodel.calls import columns_of
 from perfmodel.choice import Choice
 from perfmodel.hardware import HardwareSpec
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import KERNELS
-from perfmodel.model import Seen, at_edge, baseline_us, columns_of, no_less
 from perfmodel.network import Network
 from perfmodel.parallel import each
+from perfmodel.prediction import Seen, at_edge, baseline_us, no_less
 from perfmodel.steady import drift
 
 Array = npt.NDArray[np.float64]

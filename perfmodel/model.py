@@ -6,25 +6,23 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from perfmodel.choice import Choice, with_choice
-from perfmodel.features import features
+from perfmodel.calls import Columns, Sizes, columns_of, kernels_of, places_of
+from perfmodel.choice import Choice
 from perfmodel.forest import worth_compiling
 from perfmodel.hardware import HardwareSpec
 from perfmodel.kernels import KERNELS
-from perfmodel.memory_costs import estimated_us
 from perfmodel.network import Network, single_threaded
-from perfmodel.roofline import roofline_us
+from perfmodel.prediction import Seen, at_edge, baseline_us, bounds_of, no_less
 from perfmodel.trees import Trees
 
 if TYPE_CHECKING:
@@ -35,63 +33,9 @@ if TYPE_CHECKING:
     from perfmodel.topology import Cluster
 
 Array = npt.NDArray[np.float64]
-Sizes = tuple[Array, Array, Array, Array]
-Columns = Mapping[str, Sequence[Any]]
-"""Columns by name, all equally long: a DataFrame without pandas, whose import takes longer than a small prediction."""
-
-# Added to the roofline, so that the target stays of order one for launches that take a microsecond whatever their size.
-LAUNCH_FLOOR_US = 1.0
-# Of the roofline, what no call is predicted below: of all timings on H200s and H100s none took less (a test of the model's).
-ROOFLINE_SHARE = 0.97
-# Edges of the size classes, in microseconds of predicted time, within which intervals are calibrated.
-SIZE_CLASSES_US = (5.0, 20.0, 100.0)
-# What the features know of a size's alignment: its remainder by this.
-EDGE_MULTIPLE = 256
 # Threads of a prediction; rows of one kernel that one works on at once, few enough for its cache; and rows from which on more
 # than one is woken.
 THREADS, _ROWS_AT_ONCE, _MANY_ROWS = 2, 4096, 4096
-
-
-def size_class(time_us: Array) -> npt.NDArray[np.int64]:
-    """Index of the size class of each time: below 5 us, 20 us, 100 us, and above."""
-    return np.searchsorted(np.asarray(SIZE_CLASSES_US), time_us, side="right")
-
-
-def baseline_us(kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec, planned: bool = True) -> Array:
-    """What the trees correct, in microseconds: a memory-bound kernel's costs where they are known, else roofline and launch.
-
-    Args:
-        kernel: Which.
-        m: Rows.
-        n: Columns of the result.
-        k: Contracted dimension.
-        groups: Products.
-        hardware: The GPU.
-        planned: As of `perfmodel.features.features`.
-    """
-    estimate = estimated_us(kernel, m, k, hardware) if planned else None
-    if estimate is not None:
-        return estimate
-    return roofline_us(kernel, m, n, k, groups, hardware) + LAUNCH_FLOOR_US
-
-
-def no_less(time: Array, kernel: str, sizes: Sizes, hardware: HardwareSpec, least_us: float) -> Array:
-    """Learned times of one kernel's calls, or where these are less `ROOFLINE_SHARE` of the roofline or `PerfModel.least_us`."""
-    return np.maximum(time, np.maximum(ROOFLINE_SHARE * roofline_us(kernel, *sizes, hardware), least_us))
-
-
-def bounds_of(time_us: Array, entry: Mapping[str, Any], doubt: npt.NDArray[np.int64]) -> Array:
-    """Both ends of the 90% intervals of predicted times, (calls, 2).
-
-    Args:
-        time_us: The times.
-        entry: The kernel's, of a manifest: factors by size class, and powers of them by class of doubt where it has a choice.
-        doubt: As of `Seen`.
-    """
-    factors = np.asarray(entry["interval_factors"])[size_class(time_us)]
-    if wider := entry.get("wider_in_doubt"):
-        factors = factors ** np.asarray(wider)[doubt, None]
-    return time_us[:, None] * factors
 
 
 def model_file(kernel: str) -> str:
@@ -107,99 +51,6 @@ def network_file(kernel: str) -> str:
 def choice_file(kernel: str) -> str:
     """File name of what tells which of its kernels the library chooses, where there is such a thing."""
     return kernel.replace("/", "__") + ".choice.json.gz"
-
-
-class Seen(NamedTuple):
-    """What the trees see of calls of one kernel.
-
-    Attributes:
-        names: Of the features, `network` the last where there is one.
-        matrix: The features, (calls, features).
-        doubt: Of what the library chooses, by class (`perfmodel.choice.DOUBT`), (calls,).
-        smooth: The network's value, 0 without one.
-    """
-
-    names: list[str]
-    matrix: Array
-    doubt: npt.NDArray[np.int64]
-    smooth: Array | float = 0.0
-
-    @classmethod
-    def of(
-        cls,
-        kernel: str,
-        sizes: Sizes,
-        hardware: HardwareSpec,
-        choice: Choice | None,
-        network: Network | None,
-        planned: bool = True,
-    ) -> Seen:
-        """Features, those of the kernel that is likely chosen, and what the network makes of both."""
-        known = features(kernel, *sizes, hardware, planned)
-        seen = cls(*with_choice(*known, choice, kernel, sizes, hardware))
-        if network is None:
-            return seen
-        smooth = network.predict(seen.matrix)
-        return seen._replace(names=[*seen.names, "network"], matrix=np.column_stack([seen.matrix, smooth]), smooth=smooth)
-
-
-def _kernels_of(frame: pd.DataFrame | Columns) -> list[str]:
-    """The names in the kernel column, of a frame that has the columns of sizes, too."""
-    if missing := {"kernel", "m", "n", "k"} - set(frame):
-        raise ValueError(f"the frame lacks the columns {sorted(missing)}; predict needs kernel, m, n, k")
-    column = frame["kernel"]
-    if getattr(column, "ndim", 1) > 1:
-        raise ValueError("the frame has the column 'kernel' more than once; leave one of them out")
-    # A column of strings that Arrow holds takes ten times as long value by value.
-    kernels = list(column.to_numpy(dtype=object) if hasattr(column, "to_numpy") else column)
-    if not all(issubclass(kind, str) for kind in set(map(type, kernels))):
-        raise ValueError("a row names no kernel; predict needs kernel, m, n, k in every row")
-    return kernels
-
-
-def columns_of(frame: pd.DataFrame | Columns) -> Sizes:
-    """The (m, n, k, groups) columns as float arrays; groups is 1 where there is no such column."""
-    m, n, k = (_numbers(name, frame[name]) for name in ("m", "n", "k"))
-    return m, n, k, _numbers("groups", frame["groups"]) if "groups" in frame else np.ones_like(m)
-
-
-def _numbers(name: str, column: pd.Series | Sequence[Any]) -> Array:
-    """A column of numbers, or of None; of truth values, words or anything else it is refused."""
-    values = column.to_numpy() if hasattr(column, "to_numpy") else np.asarray(column)
-    odd: list[Any] = []
-    if values.dtype == object:
-        odd = [value for value in values.reshape(-1) if not isinstance(value, Real | None) or isinstance(value, bool)]
-    elif values.dtype.kind not in "iuf":
-        odd = values.reshape(-1).tolist()
-    if odd:
-        raise ValueError(f"{name} = {odd[0]!r} is no size; m, n, k and groups must be at least 1, and whole numbers")
-    return np.asarray(values, dtype=np.float64)
-
-
-def _places(kernels: Sequence[str]) -> dict[str, npt.NDArray[np.intp]]:
-    """The rows of each kernel, by name."""
-    numbers = {kernel: number for number, kernel in enumerate(dict.fromkeys(kernels))}
-    found = np.fromiter(map(numbers.__getitem__, kernels), dtype=np.int64, count=len(kernels))
-    return {kernel: np.flatnonzero(found == number) for kernel, number in sorted(numbers.items())}
-
-
-def at_edge(sizes: Sizes, measured: dict[str, list[float]]) -> Sizes:
-    """Sizes beyond what was measured, cut to the largest measured one with the same remainder by `EDGE_MULTIPLE`.
-
-    A call outside takes the roofline's time there, times what was learned at the edge: along that dimension it never falls,
-    and what an odd size costs stays.
-
-    Args:
-        sizes: m, n, k, groups.
-        measured: Least and largest measured size by name.
-    """
-
-    def cut(size: Array, edge: float) -> Array:
-        alike = edge - (edge - size) % EDGE_MULTIPLE
-        return np.where(size > edge, np.where(alike < edge / 2, edge, alike), size)
-
-    m, n, k, groups = (cut(size, measured[name][1]) for size, name in zip(sizes, ("m", "n", "k", "groups"), strict=True))
-    return m, n, k, groups
 
 
 class _Stamp(NamedTuple):
@@ -335,7 +186,7 @@ class PerfModel:
             ValueError: an unknown kernel, one without measurements on this GPU, a size that is no whole number from 1 on, or a
                 shape that the kernel cannot run.
         """
-        kernels = _kernels_of(frame)
+        kernels = kernels_of(frame)
         m, n, k, groups = columns_of(frame)
         for name, size in zip(("m", "n", "k", "groups"), (m, n, k, groups), strict=True):
             if size.shape != (len(kernels),):
@@ -345,7 +196,7 @@ class PerfModel:
                     f"{name} = {size[wrong][0]:g} is no size; m, n, k and groups must be at least 1, and whole numbers"
                 )
         result, parts = np.empty((len(kernels), 3)), []
-        for name, rows in _places(kernels).items():
+        for name, rows in places_of(kernels).items():
             self._refuse(name, (m[rows], n[rows], k[rows], groups[rows]))
             parts += [(name, rows[start : start + _ROWS_AT_ONCE]) for start in range(0, len(rows), _ROWS_AT_ONCE)]
 
@@ -443,11 +294,11 @@ class PerfModel:
         Raises:
             ValueError: an unknown kernel, or one without measurements on this GPU.
         """
-        kernels = _kernels_of(frame)
+        kernels = kernels_of(frame)
         sizes = dict(zip(("m", "n", "k", "groups"), columns_of(frame), strict=True))
         sizes["product"] = sizes["m"] * sizes["n"] * sizes["k"] * sizes["groups"]
         inside = np.ones(len(kernels), dtype=bool)
-        for kernel, rows in _places(kernels).items():
+        for kernel, rows in places_of(kernels).items():
             self._refuse_unknown(kernel)
             for name, (low, high) in self.manifest["kernels"][kernel]["range"].items():
                 inside[rows] &= (sizes[name][rows] >= low) & (sizes[name][rows] <= high)

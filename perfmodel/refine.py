@@ -16,10 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from perfmodel.calls import columns_of
 from perfmodel.correction import Array, Local, choose_local, fit_local, fit_machine
 from perfmodel.judge import SHAPE, accuracy_of
 from perfmodel.kernels import KERNELS
-from perfmodel.model import SIZE_CLASSES_US, PerfModel, columns_of, size_class
+from perfmodel.model import PerfModel
+from perfmodel.prediction import SIZE_CLASSES_US, size_class
 from perfmodel.refinement import LEAST_ROWS, NEW, NORMAL_90, Correction, Refinement, apply, inputs, interval, read, with_base
 from perfmodel.saved import load
 

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from perfmodel.calls import columns_of
 from perfmodel.correction import Array, Local, Sizes, coordinates, machine_features, memory_share
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import KERNELS
-from perfmodel.model import PerfModel, baseline_us, columns_of, size_class
+from perfmodel.model import PerfModel
+from perfmodel.prediction import baseline_us, size_class
 from perfmodel.saved import REFINEMENT as KIND
 from perfmodel.saved import check_version, read_json
 

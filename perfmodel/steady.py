@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from perfmodel.judge import SHAPE
-from perfmodel.model import size_class
+from perfmodel.prediction import size_class
 
 Array = npt.NDArray[np.float64]
 

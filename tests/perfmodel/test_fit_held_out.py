@@ -6,10 +6,11 @@ import pytest
 
 import perfmodel
 from perfmodel import data_folder, fit, held_out, learn
+from perfmodel.calls import columns_of
 from perfmodel.choice import PARTS, Choice, asked
 from perfmodel.judge import SHAPE
-from perfmodel.model import baseline_us, bounds_of, columns_of, size_class
 from perfmodel.network import Network
+from perfmodel.prediction import baseline_us, bounds_of, size_class
 from perfmodel.steady import drift
 
 KERNEL = "torch/bf16"

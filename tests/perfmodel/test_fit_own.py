@@ -8,7 +8,7 @@ import pytest
 
 import perfmodel
 from perfmodel import fit
-from perfmodel.model import columns_of
+from perfmodel.calls import columns_of
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from perfmodel.features import features
 from perfmodel.fit_memory_costs import fitted
 from perfmodel.kernels import KERNELS
 from perfmodel.memory_costs import FILE, estimated_us, known, terms
-from perfmodel.model import LAUNCH_FLOOR_US, baseline_us
+from perfmodel.prediction import LAUNCH_FLOOR_US, baseline_us
 from perfmodel.roofline import roofline_us
 
 KERNEL = "loka/quantize_rowwise"

@@ -16,8 +16,9 @@ from perfmodel.features import features
 from perfmodel.fit import HELD_OUT_SWEEPS, NEVER_SEEN, read_timings
 from perfmodel.held_out import choice_regret, class_profile, folds_of, interval_factors
 from perfmodel.judge import SHAPE
-from perfmodel.model import ROOFLINE_SHARE, PerfModel, baseline_us, model_file, network_file, size_class
+from perfmodel.model import PerfModel, model_file, network_file
 from perfmodel.network import Network
+from perfmodel.prediction import ROOFLINE_SHARE, baseline_us, size_class
 from perfmodel.roofline import roofline_us
 
 

@@ -6,7 +6,8 @@ import pytest
 
 import perfmodel
 from perfmodel import KERNELS
-from perfmodel.model import PerfModel, at_edge
+from perfmodel.model import PerfModel
+from perfmodel.prediction import at_edge
 
 SLACK = 1 / 3  # of `PerfModel.predict`
 GEMMS = ("torch/bf16", "torch/fp8_tensorwise_fast", "torch/fp8_tensorwise_split", "torch/fp8_rowwise_fast", "torch/fp8_block128")

@@ -7,9 +7,10 @@ import pandas as pd
 import pytest
 
 import perfmodel
+from perfmodel.calls import columns_of
 from perfmodel.correction import fit_local, fit_machine
 from perfmodel.fit import SHAPE, read_timings
-from perfmodel.model import PerfModel, choice_file, columns_of, model_file, network_file
+from perfmodel.model import PerfModel, choice_file, model_file, network_file
 from perfmodel.refine import LEAST_ROWS_NEW, interval_bounds, least_needed, main, refine
 from perfmodel.refinement import Refinement
 from perfmodel.roofline import roofline_us

@@ -1,0 +1,123 @@
+"""What a predicted time is made of, where it is fitted as where it is asked: a baseline, what the trees see, an interval."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from perfmodel.calls import Sizes
+from perfmodel.choice import Choice, with_choice
+from perfmodel.features import features
+from perfmodel.hardware import HardwareSpec
+from perfmodel.memory_costs import estimated_us
+from perfmodel.network import Network
+from perfmodel.roofline import roofline_us
+
+Array = npt.NDArray[np.float64]
+
+# Added to the roofline, so that the target stays of order one for launches that take a microsecond whatever their size.
+LAUNCH_FLOOR_US = 1.0
+# Of the roofline, what no call is predicted below: of all timings on H200s and H100s none took less (a test of the model's).
+ROOFLINE_SHARE = 0.97
+# Edges of the size classes, in microseconds of predicted time, within which intervals are calibrated.
+SIZE_CLASSES_US = (5.0, 20.0, 100.0)
+# What the features know of a size's alignment: its remainder by this.
+EDGE_MULTIPLE = 256
+
+
+def size_class(time_us: Array) -> npt.NDArray[np.int64]:
+    """Index of the size class of each time: below 5 us, 20 us, 100 us, and above."""
+    return np.searchsorted(np.asarray(SIZE_CLASSES_US), time_us, side="right")
+
+
+def baseline_us(kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec, planned: bool = True) -> Array:
+    """What the trees correct, in microseconds: a memory-bound kernel's costs where they are known, else roofline and launch.
+
+    Args:
+        kernel: Which.
+        m: Rows.
+        n: Columns of the result.
+        k: Contracted dimension.
+        groups: Products.
+        hardware: The GPU.
+        planned: As of `perfmodel.features.features`.
+    """
+    estimate = estimated_us(kernel, m, k, hardware) if planned else None
+    if estimate is not None:
+        return estimate
+    return roofline_us(kernel, m, n, k, groups, hardware) + LAUNCH_FLOOR_US
+
+
+def no_less(time: Array, kernel: str, sizes: Sizes, hardware: HardwareSpec, least_us: float) -> Array:
+    """Learned times of one kernel's calls, but not less than `ROOFLINE_SHARE` of the roofline, nor than its `least_us`."""
+    return np.maximum(time, np.maximum(ROOFLINE_SHARE * roofline_us(kernel, *sizes, hardware), least_us))
+
+
+def bounds_of(time_us: Array, entry: Mapping[str, Any], doubt: npt.NDArray[np.int64]) -> Array:
+    """Both ends of the 90% intervals of predicted times, (calls, 2).
+
+    Args:
+        time_us: The times.
+        entry: The kernel's, of a manifest: factors by size class, and powers of them by class of doubt where it has a choice.
+        doubt: As of `Seen`.
+    """
+    factors = np.asarray(entry["interval_factors"])[size_class(time_us)]
+    if wider := entry.get("wider_in_doubt"):
+        factors = factors ** np.asarray(wider)[doubt, None]
+    return time_us[:, None] * factors
+
+
+class Seen(NamedTuple):
+    """What the trees see of calls of one kernel.
+
+    Attributes:
+        names: Of the features, `network` the last where there is one.
+        matrix: The features, (calls, features).
+        doubt: Of what the library chooses, by class (`perfmodel.choice.DOUBT`), (calls,).
+        smooth: The network's value, 0 without one.
+    """
+
+    names: list[str]
+    matrix: Array
+    doubt: npt.NDArray[np.int64]
+    smooth: Array | float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        kernel: str,
+        sizes: Sizes,
+        hardware: HardwareSpec,
+        choice: Choice | None,
+        network: Network | None,
+        planned: bool = True,
+    ) -> Seen:
+        """Features, those of the kernel that is likely chosen, and what the network makes of both."""
+        known = features(kernel, *sizes, hardware, planned)
+        seen = cls(*with_choice(*known, choice, kernel, sizes, hardware))
+        if network is None:
+            return seen
+        smooth = network.predict(seen.matrix)
+        return seen._replace(names=[*seen.names, "network"], matrix=np.column_stack([seen.matrix, smooth]), smooth=smooth)
+
+
+def at_edge(sizes: Sizes, measured: dict[str, list[float]]) -> Sizes:
+    """Sizes beyond what was measured, cut to the largest measured one with the same remainder by `EDGE_MULTIPLE`.
+
+    A call outside takes the roofline's time there, times what was learned at the edge: along that dimension it never falls,
+    and what an odd size costs stays.
+
+    Args:
+        sizes: m, n, k, groups.
+        measured: Least and largest measured size by name.
+    """
+
+    def cut(size: Array, edge: float) -> Array:
+        alike = edge - (edge - size) % EDGE_MULTIPLE
+        return np.where(size > edge, np.where(alike < edge / 2, edge, alike), size)
+
+    m, n, k, groups = (cut(size, measured[name][1]) for size, name in zip(sizes, ("m", "n", "k", "groups"), strict=True))
+    return m, n, k, groups
