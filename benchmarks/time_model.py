@@ -31,7 +31,7 @@ import perfmodel
 from loka_sim.dispatch.baselines import filter_rowwise, filter_tensorwise
 from perfmodel import data_folder, fit
 from perfmodel.calls import columns_of
-from perfmodel.choice import Choice
+from perfmodel.choice import DOUBT, Choice
 from perfmodel.hardware import HardwareSpec
 from perfmodel.held_out import FOLDS, accuracy, choice_regret, coverage_by_class, folds_of, held_out, leave_out_runs
 from perfmodel.judge import SHAPE
@@ -178,6 +178,35 @@ def unseen(data: Data) -> None:
             for whose, some in (("all", settled), ("at another's clock", ~settled), ("all, as timed", settled | ~settled)):
                 if some.any():
                     print(line(whose, accuracy(rows["p50_us"].to_numpy()[some], predicted[some], bounds[some]), None))
+    in_doubt(data.everything[data.everything["sweep"].str.fullmatch(r"blind\d?")], model)
+
+
+def in_doubt(rows: pd.DataFrame, model: perfmodel.PerfModel) -> None:
+    """Share of settled timings inside the shipped intervals, by the doubt about the kernel that cuBLAS takes."""
+    told = [name for name in rows["kernel"].unique() if model.choice(name) is not None]
+    rows = rows[rows["kernel"].isin(told) & rows["settled"]].reset_index(drop=True)
+    doubt = np.zeros(len(rows), dtype=np.int64)
+    for name, index in rows.groupby("kernel").indices.items():
+        doubt[index] = model.seen(str(name), columns_of(rows.iloc[index])).doubt
+    result = model.predict(rows)
+    predicted, bounds = result["time_us"].to_numpy(), result[["low_us", "high_us"]].to_numpy()
+    powers = np.array([model.manifest["kernels"][name]["wider_in_doubt"] for name in rows["kernel"]])
+    sure = predicted[:, None] * (bounds / predicted[:, None]) ** (1 / powers[np.arange(len(rows)), doubt, None])
+    # As wide for all as covers as many.
+    wider = np.quantile(np.maximum(*(np.log(rows["p50_us"].to_numpy() / predicted) / np.log(sure / predicted[:, None]).T)), 0.9)
+    alike = predicted[:, None] * (sure / predicted[:, None]) ** wider
+    print(f"\nGEMMs of {', '.join(sorted(rows['sweep'].unique()))}, settled, by the probability of the kernel that is told")
+    print(f"{'':16s} {'n':>6s} {'MAPE':>6s} {'p90':>6s} {'covered':>8s} {'by one width for all':>21s}")
+    edges = (1.0, *DOUBT, 0.0)
+    for number, (high, low) in enumerate(zip(edges, edges[1:], strict=False)):
+        mine = doubt == number
+        if mine.any():
+            measured = rows["p50_us"].to_numpy()[mine]
+            found, even = (accuracy(measured, predicted[mine], ends[mine]) for ends in (bounds, alike))
+            print(
+                f"{f'{low:.0%} to {high:.0%}':16s} {found['n']:6.0f} {found['mape']:6.1%} {found['p90']:6.1%} "
+                f"{found['coverage']:8.1%} {even['coverage']:21.1%}"
+            )
 
 
 def regions(rows: pd.DataFrame, timings: pd.DataFrame) -> dict[str, Array]:
