@@ -70,6 +70,7 @@ NEVER_SEEN = {
     "blind6": "held_out_blind6",
     "blind7": "held_out_blind7",
     "blind8": "held_out_blind8",
+    "blind9": "held_out_blind9",
     "blind_memory": "held_out_blind_memory",
     "blind_memory2": "held_out_blind_memory2",
     "blind_memory3": "held_out_blind_memory3",

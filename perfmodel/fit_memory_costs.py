@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
@@ -27,10 +28,15 @@ from perfmodel.memory_costs import FILE, terms
 _ROUNDS, _BEND = 6, 0.04
 
 
-def fitted(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec) -> dict[str, float]:
-    """Costs that come closest to a kernel's timings, by name: least relative squares, in which what is far off counts less."""
+def fitted(
+    kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, others: Mapping[str, Mapping[str, float]]
+) -> dict[str, float]:
+    """Costs that come closest to a kernel's timings, by name: least relative squares, in which what is far off counts less.
+
+    `others` are those of kernels that it may be made of, by name.
+    """
     m, k, time = (rows[name].to_numpy(dtype=float) for name in ("m", "k", "p50_us"))
-    found = terms(kernel, m, k, hardware)
+    found = terms(kernel, m, k, hardware, others)
     matrix, weight = np.column_stack(list(found.values())), 1 / time
     for _ in range(_ROUNDS):
         costs, _ = nnls(matrix * weight[:, None], time * weight)
@@ -48,11 +54,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     hardware = hardware_module.load(options.hardware)
     rows = fitted_rows(read_timings(hardware.name))
-    kernels = {
-        kernel: fitted(kernel, rows[rows["kernel"] == kernel], hardware)
-        for kernel, spec in KERNELS.items()
-        if spec.kind in ("quantize", "layout", "pointwise") and (rows["kernel"] == kernel).any()
-    }
+    kernels: dict[str, dict[str, float]] = {}
+    for kernel, spec in KERNELS.items():
+        mine = rows[rows["kernel"] == kernel]
+        if spec.kind in ("quantize", "layout", "pointwise") and len(mine):
+            kernels[kernel] = fitted(kernel, mine, hardware, kernels)
     document = {
         "schema_version": 1,
         "command": f"python -m perfmodel.fit_memory_costs --hardware {options.hardware}",

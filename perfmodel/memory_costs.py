@@ -10,6 +10,7 @@ Beyond the sweep it grows as these do.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import lru_cache
 
 import numpy as np
@@ -27,8 +28,18 @@ Array = npt.NDArray[np.float64]
 FILE = "memory_costs.json"
 
 
-def terms(kernel: str, m: Array, k: Array, hardware: HardwareSpec) -> Columns:
-    """What may cost time in a call on (rows, columns) = (m, k), by name, each some microseconds."""
+def terms(
+    kernel: str, m: Array, k: Array, hardware: HardwareSpec, costs: Mapping[str, Mapping[str, float]] | None = None
+) -> Columns:
+    """What may cost time in a call on (rows, columns) = (m, k), by name, each some microseconds.
+
+    Args:
+        kernel: Which.
+        m: Rows.
+        k: Columns.
+        hardware: The GPU.
+        costs: Of the kernels that it may be made of, by name; by default those that are known.
+    """
     one, bandwidth = np.ones_like(m), hardware.copy_bandwidth_tbs * 1e6
     moved = moved_bytes(KERNELS[kernel], m, one, k, one) / bandwidth
     per_element = moved / (m * k)
@@ -44,17 +55,16 @@ def terms(kernel: str, m: Array, k: Array, hardware: HardwareSpec) -> Columns:
     launch = plan(kernel, m, k)
     if "programs" in launch:
         found |= {"programs": launch["programs"] / 1e3, "waves": launch["waves"] / 4, "padded": moved / launch["fill"]}
-    for name in ("odd", "copied"):
+    for name in ("odd", "by_word"):
         if name in launch:
             # Where a result is turned, tiles are taken whole.
             taken = found["tiles"] if "copied" in launch else moved
-            found |= {name: launch[name], f"{name}_bytes": launch[name] * taken}
-    if "odd" in launch:
-        found["odd_rows"] = launch["odd"] * m / 1e4
+            found |= {name: launch[name], f"{name}_bytes": launch[name] * taken, f"{name}_rows": launch[name] * m / 1e4}
     if kernel in _FLAT:
-        # Of an odd size elements are loaded one by one: the programs of a multiprocessor, whole ones where there are several.
+        # Elements are loaded a few at a time: the programs of a multiprocessor, whole ones where there are several.
         several = np.ceil(launch["programs"] / hardware.multiprocessors)
-        found["odd_programs"] = launch["odd"] * np.where(launch["programs"] > 1, several, launch["fill"])
+        several = np.where(launch["programs"] > 1, several, launch["fill"])
+        found |= {f"{name}_programs": launch[name] * several for name in ("odd", "by_word")}
     if kernel == "loka/quantize_rowwise_dual":
         # A launch apart that makes scales of maxima.
         found["apart"] = (~few_lines(m.astype(np.int64), k.astype(np.int64))).astype(float)
@@ -68,8 +78,38 @@ def terms(kernel: str, m: Array, k: Array, hardware: HardwareSpec) -> Columns:
         found[f"{name}_cut"] = (launch[f"{name}_parts"] > 1).astype(float)
         found[f"{name}_uneven"] = (1 - launch[f"{name}_even"]) * moved
         found[f"{name}_odd_part"] = (launch[f"{name}_align_part"] < 1) * moved
+    if kernel in _TURNED:
+        found = _copied(kernel, m, k, hardware, known(hardware.like or hardware.name) if costs is None else costs, found)
     if kernel.startswith("torch/"):
         found |= {"odd_columns": (k % 8 > 0) * moved, "read_in_l2": np.minimum(2 * m * k, hardware.l2_bytes) / bandwidth}
+    return found
+
+
+# What turns its result, and what it is made of where 4 does not divide the rows (`numerics.gpu_dual`).
+_TURNED = {
+    f"loka/quantize_{scaling}_{form}": f"loka/quantize_{scaling}"
+    for scaling in ("tensorwise", "rowwise")
+    for form in ("transposed", "dual")
+}
+
+
+def _copied(
+    kernel: str, m: Array, k: Array, hardware: HardwareSpec, costs: Mapping[str, Mapping[str, float]], found: Columns
+) -> Columns:
+    """Terms of what turns its result, `found` where 4 divides the rows: else a copy, turned, and what quantizes that.
+
+    What also quantizes the tensor as it lies does so by itself then.
+    """
+    copied, plain = (m % 4 > 0).astype(float), _TURNED[kernel]
+    moved = 4 * m * k / (hardware.copy_bandwidth_tbs * 1e6)
+    beyond = np.maximum(moved - hardware.l2_bytes / (hardware.copy_bandwidth_tbs * 1e6), 0)
+    found = {name: (1 - copied) * cost for name, cost in found.items()}
+    found |= {"copied": copied, "copied_bytes": copied * moved, "copied_beyond_l2": copied * beyond}
+    if plain in costs:
+        quantized = _sum(costs[plain], terms(plain, k, m, hardware))
+        if kernel.endswith("dual"):
+            quantized = quantized + _sum(costs[plain], terms(plain, m, k, hardware))
+        found["copied_calls"] = copied * quantized
     return found
 
 
@@ -114,8 +154,10 @@ def known(hardware_name: str) -> dict[str, dict[str, float]]:
 def estimated_us(kernel: str, m: Array, k: Array, hardware: HardwareSpec) -> Array | None:
     """Time of calls as the sum of their costs, in microseconds; None for a kernel whose costs are not known."""
     costs = known(hardware.like or hardware.name).get(kernel)
-    if costs is None:
-        return None
-    found = terms(kernel, m, k, hardware)
+    return None if costs is None else _sum(costs, terms(kernel, m, k, hardware))
+
+
+def _sum(costs: Mapping[str, float], found: Columns) -> Array:
+    """Time of calls, in microseconds, by their terms."""
     total: Array = np.sum([cost * found[name] for name, cost in costs.items()], axis=0)
     return total

@@ -176,23 +176,25 @@ def _lines(rows: Whole, columns: Whole) -> Columns:
     return {"down": down.astype(float), "across": across.astype(float), "chunk": chunk.astype(float), "line_fill": fill}
 
 
-def _flat(size: Whole, block: int, at_once: int, odd: Array) -> Columns:
-    """Blocks of a flat tensor."""
+def _flat(size: Whole, block: int, at_once: int, vector: int) -> Columns:
+    """Blocks of a flat tensor: read by vectors where these divide it, else by words, of an odd size value by value."""
     blocks = _ceil(size, block)
-    return _programs(blocks, at_once, fill=size / (blocks * block), odd=odd, unmasked=(size % block == 0).astype(float))
+    by_word, odd = (size % vector > 0).astype(float), (size % 2 > 0).astype(float)
+    unmasked = (size % block == 0).astype(float)
+    return _programs(blocks, at_once, fill=size / (blocks * block), odd=odd, by_word=by_word, unmasked=unmasked)
 
 
 def _loka(what: str, rows: Whole, columns: Whole) -> Columns:
     size = rows * columns
-    odd_columns, odd_size = (columns % 2 > 0).astype(float), (size % 2 > 0).astype(float)
+    odd_columns = (columns % 2 > 0).astype(float)
     if what == "rowwise":
         return _runs(rows, columns, odd_columns)
     if what == "block1x128":
         return _runs(np.maximum(size // 128, 1), np.full_like(rows, 128), odd_columns)
     if what == "tensorwise":
-        return _flat(size, 8192, 2, odd_size)
+        return _flat(size, 8192, 2, vector=32)
     if what == "tensorwise_delayed":
-        return _flat(size, 8192, 4, odd_size)
+        return _flat(size, 8192, 4, vector=16)
     if what == "rowwise_transposed":
         # Words of two columns are what strips are made of: an odd number of them goes the way of both layouts.
         return {**_strips(rows, columns), **{name: odd_columns * count for name, count in _lines(rows, columns).items()}}

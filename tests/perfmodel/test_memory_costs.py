@@ -36,17 +36,34 @@ def test_costs_are_found_again(h200):
     found = terms(KERNEL, m, k, h200)
     time = 0.9 + 1.3 * found["bytes"] + 0.4 * found["programs"]
     off = np.where(np.arange(len(m)) % 20 == 0, 1.5, 1.0)
-    costs = fitted(KERNEL, pd.DataFrame({"m": m, "k": k, "p50_us": time * off}), h200)
+    costs = fitted(KERNEL, pd.DataFrame({"m": m, "k": k, "p50_us": time * off}), h200, {})
     again = np.sum([cost * found[name] for name, cost in costs.items()], axis=0)
     assert np.abs(again / time - 1).max() < 0.02
     assert min(costs.values()) >= 0
 
 
-@pytest.mark.parametrize("kernel", ["loka/quantize_tensorwise", "loka/quantize_tensorwise_delayed"])
-def test_an_odd_size_costs_by_the_programs_of_a_multiprocessor(h200, kernel):
-    """Programs take 8,192 elements: 1 of 81, then 4, then 271 twice, the last of an even size; on 132 multiprocessors."""
+@pytest.mark.parametrize(("kernel", "last"), [("loka/quantize_tensorwise", 3.0), ("loka/quantize_tensorwise_delayed", 0.0)])
+def test_an_odd_size_costs_by_the_programs_of_a_multiprocessor(h200, kernel, last):
+    """Programs take 8,192 elements: 1 of 81, then 4, then 271 twice, the last of a multiple of 16; on 132 multiprocessors."""
     m, k = np.array([3.0, 5.0, 367.0, 368.0]), np.array([27.0, 6045.0, 6045.0, 6029.0])
-    np.testing.assert_allclose(terms(kernel, m, k, h200)["odd_programs"], [81 / 8192, 1.0, 3.0, 0.0])
+    found = terms(kernel, m, k, h200)
+    np.testing.assert_allclose(found["odd_programs"], [81 / 8192, 1.0, 3.0, 0.0])
+    np.testing.assert_allclose(found["by_word_programs"], [81 / 8192, 1.0, 3.0, last])
+
+
+def test_rows_that_four_does_not_divide_cost_a_copy_and_what_quantizes_it(h200):
+    """Turned: the copy's rows and columns change places; both layouts: the tensor as it lies, too. Nothing else then."""
+    m, k = np.array([478.0, 480.0]), np.array([7616.0, 7616.0])
+    plain = {"bytes": 1.5, "rows": 2.0}
+    costs = {"loka/quantize_rowwise": plain}
+    lying, turned = (1.5 * 3 * m * k / (h200.copy_bandwidth_tbs * 1e6) + 2.0 * rows / 1e4 for rows in (m, k))
+    for form, expected in (("transposed", turned), ("dual", lying + turned)):
+        found = terms(f"loka/quantize_rowwise_{form}", m, k, h200, costs)
+        np.testing.assert_allclose(found["copied_calls"], [expected[0], 0.0], rtol=0.01)
+        np.testing.assert_allclose(found["copied_bytes"], [4 * 478 * 7616 / (h200.copy_bandwidth_tbs * 1e6), 0.0])
+        assert found["bytes"][0] == found["call"][0] == 0.0 < found["bytes"][1]
+        assert {name for name in found if found[name][0]} <= {"copied", "copied_bytes", "copied_beyond_l2", "copied_calls"}
+        assert "copied_calls" not in terms(f"loka/quantize_rowwise_{form}", m, k, h200, {})
 
 
 def test_what_is_known_names_terms_of_each_kernel_and_never_falls(h200):

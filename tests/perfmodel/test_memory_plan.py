@@ -50,7 +50,10 @@ class Recorded:
 
     def __getitem__(self, grid):
         self.grid = grid
-        return lambda *arguments, **options: setattr(self, "options", options)
+        return self.launched
+
+    def launched(self, *arguments, **options):
+        self.arguments, self.options = arguments, options
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(384, 16), (464, 16), (432, 32), (1000, 96), (3, 2), (64, 8192), (17, 16384)])
@@ -66,6 +69,51 @@ def test_runs_are_launched_as_planned(monkeypatch, rows, columns):
     gpu_words.quantize(x, recipe, codes, torch.zeros(rows, 1), None, constants_of(recipe, False, False))
     known = planned("loka/quantize_rowwise", rows, columns)
     assert (known["programs"],) == kernel.grid and bool(known["even"]) == kernel.options["EVEN"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 48, 96, 1000, 5 * 6045, 8192, 479 * 7616 + 16, 10556000, 17210232])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_flat_tensors_are_read_by_vectors_as_planned(monkeypatch, size, delayed):
+    """Triton takes a kernel's whole number for one that vectors divide where 16 divides it: of words, of values."""
+    from numerics import gpu, gpu_meeting
+    from numerics.recipe import Recipe
+
+    flat, words = Recorded(), Recorded()
+    monkeypatch.setattr(gpu.kernels, "flat_kernel", flat)
+    monkeypatch.setattr(gpu.kernels, "amax_kernel", Recorded())
+    monkeypatch.setattr(gpu_meeting, "flat_kernel", words)
+    monkeypatch.setattr(gpu_meeting, "place_of", lambda device: x)
+    monkeypatch.setattr(gpu, "converts", lambda device: True)
+    x, amax = torch.zeros(1, size, dtype=torch.bfloat16), torch.zeros((), dtype=torch.float32)
+    given, raised = (amax, amax.clone()) if delayed else (None, None)
+    codes = torch.zeros(1, size, dtype=torch.uint8)
+    gpu._launch(x, Recipe.parse("e4m3/tensorwise"), given, torch.zeros(()), codes, None, None, raised)
+    known = planned("loka/quantize_tensorwise" + "_delayed" * delayed, 1, size)
+    assert (words.grid is None) == (delayed or bool(known["odd"]))
+    number = next(a for a in (flat if words.grid is None else words).arguments if isinstance(a, int))
+    assert number == (size if words.grid is None else size // 2)
+    assert bool(known["by_word"]) == bool(number % 16)
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_rows_that_four_does_not_divide_are_copied_as_planned(monkeypatch, scaling):
+    from numerics import gpu, gpu_dual
+    from numerics.recipe import Recipe
+
+    quantized = []
+    monkeypatch.setattr(gpu, "supports", lambda x, recipe: True)
+    monkeypatch.setattr(gpu, "quantize_into", lambda x, *given, **options: quantized.append(x) or True)
+    monkeypatch.setattr(gpu_dual, "_launch", lambda x, *given: quantized.append(None) or True)
+    recipe = Recipe.parse(f"e4m3/{scaling}")
+    for rows in (478, 480):
+        x = torch.zeros(rows, 64, dtype=torch.bfloat16)
+        known = planned(f"loka/quantize_{scaling}_transposed", rows, 64)
+        gpu_dual.quantize_turned(x, recipe, check=False)
+        gpu_dual.quantize_dual(x, recipe, check=False)
+        alone, *both = [None if y is None else (tuple(y.shape), y.is_contiguous()) for y in quantized]
+        turned = ((64, rows), False)
+        assert (alone, both) == ((turned, [((rows, 64), True), turned]) if known["copied"] else (None, [None]))
+        quantized.clear()
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(16, 6144), (3584, 12288), (156096, 4), (2432, 80), (8192, 16384), (524288, 256)])
