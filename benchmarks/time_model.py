@@ -6,7 +6,7 @@
 accuracy: cross-validation by whole shapes over the fitted sweeps of an H200. repeat: how far two runs' timings of one kernel
 on one shape are apart, and half of that, which is what the best guess between them is off. coverage: whole runs left out, the
 intervals from the errors of other left-out runs alone. unseen: the shipped trees on the sweeps that no fit saw, the zoo's
-models, `blind` to `blind8`, `blind_memory` to `blind_memory3`. extrapolation: fitted without the largest octave of M, N, K and
+models, `blind` to `blind9`, `blind_memory` to `blind_memory3`. extrapolation: fitted without the largest octave of M, N, K and
 FLOPs, and without one K, and judged there. peers: each fitted on the same folds; nvMatmulHeuristics where it is installed (pip
 install nvidia-matmul-heuristics). Regret is the geometric mean of the chosen kernel's measured time over the best one's: per FP8
 kernel of the choice between it and bf16. All are of timings at a clock of their own (`perfmodel.steady`); repeat and unseen say
@@ -161,7 +161,8 @@ def unseen(data: Data) -> None:
         ("blind2", "Fresh shapes of many processes (sweep blind2)"), ("blind3", "Fresh shapes of one process (sweep blind3)"),
         ("blind4", "Fresh shapes of `collect --gpu` (sweep blind4)"), ("blind5", "Fresh shapes, of any sizes too (sweep blind5)"),
         ("blind6", "Fresh shapes, of any sizes too (sweep blind6)"), ("blind7", "Fresh shapes, of any sizes too (sweep blind7)"),
-        ("blind8", "Fresh shapes, looked at once (sweep blind8)"),
+        ("blind8", "Fresh shapes (sweep blind8)"),
+        ("blind9", "Fresh shapes, looked at once (sweep blind9)"),
         ("blind_memory", "Fresh operands of one process (sweep blind_memory)"),
         ("blind_memory2", "Fresh operands of one process (sweep blind_memory2)"),
         ("blind_memory3", "Fresh operands of one process, looked at once (sweep blind_memory3)"),
@@ -178,7 +179,17 @@ def unseen(data: Data) -> None:
             for whose, some in (("all", settled), ("at another's clock", ~settled), ("all, as timed", settled | ~settled)):
                 if some.any():
                     print(line(whose, accuracy(rows["p50_us"].to_numpy()[some], predicted[some], bounds[some]), None))
+    together(data.everything[data.everything["sweep"].str.fullmatch(r"blind[3-9]")], model, "blind3 to blind9, one process")
     in_doubt(data.everything[data.everything["sweep"].str.fullmatch(r"blind\d?")], model)
+
+
+def together(rows: pd.DataFrame, model: perfmodel.PerfModel, what: str) -> None:
+    """The shipped model on several sweeps' settled times."""
+    rows = rows[rows["settled"]].reset_index(drop=True)
+    result = model.predict(rows)
+    predicted, bounds = result["time_us"].to_numpy(), result[["low_us", "high_us"]].to_numpy()
+    accuracy_table(rows, predicted, bounds, f"{what}: the shipped trees")
+    print(line("all", accuracy(rows["p50_us"].to_numpy(), predicted, bounds), None))
 
 
 def in_doubt(rows: pd.DataFrame, model: perfmodel.PerfModel) -> None:

@@ -21,7 +21,8 @@ Work = Sequence[tuple[Shape, Sequence[str]]]
 Rows = list[dict[str, Any]]
 # Seconds past the deadline after which a worker that is still busy is not waited for.
 PATIENCE_S = 15.0
-# How long the GPU rests, and how often, before a shape is timed again whose clock an earlier one had lowered.
+# How long the GPU rests, and how often, before a shape is timed again whose clock an earlier one had lowered: it is back within
+# 0.2 s (`benchmarks/clock.py`).
 REST_S, RESTS = 0.3, 2
 
 

@@ -5,7 +5,8 @@ is timed then takes longer than it does by itself, in the median by 2.5%. 8,592 
 reverse on the one beside it, differed by 2.2% on average, by 1.3% where both had read the full clock. The clock was low for 1%
 of the shapes of less than 0.1 TFLOP that followed three of less than 0.02, for nine in ten after one of more than 0.3 at full
 rate; and for 17% of those of 0.1 to 0.3 and 59% of those of 0.3 to 1 TFLOP that ran at full rate themselves. So below 0.1 TFLOP
-a low clock is a neighbour's, and above it may be the GEMM's own.
+a low clock is a neighbour's, and above it may be the GEMM's own. It is back within 0.2 s, at rest as under small GEMMs
+(`python benchmarks/clock.py`): sweeps that rest (`hil.measure.FullClock`) read a low clock for 0.6% of those below 0.1 TFLOP.
 
 A single launch runs at whatever clock the GPU has at that moment, and that wanders: what one launch takes longer than usual,
 those before and after it take longer, too, whatever their shape. So the drift is read off the neighbours in the order of
