@@ -188,12 +188,14 @@ def answers(
     encoded: dict[tuple[str, ...], tuple[int, ...]] = {}
     seen: set[int] = set()
     small, generator = Shape(256, 256, 256, 1), np.random.default_rng([seed, number])
+    # Far from those of other processes and of runs with other seeds.
+    first = int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0])
     with torch.cuda.stream(recorder.stream):
         for name in kernels:
             RUNNERS[name].bind(replace(small, groups=2) if name == _BATCHED else small, pool)(0)
         torch.cuda.synchronize()
         for turn in range(1_000_000):
-            drawn_now = _shapes(kernels, seed + 1_000_000 * number + 10 * turn)
+            drawn_now = _shapes(kernels, first + 10 * turn)
             frame = pd.DataFrame([(s.m, s.n, s.k, s.groups) for s in drawn_now], columns=_SHAPE)
             wanted = {
                 name: worth_asking(name, frame, told[name], hardware, share, generator)

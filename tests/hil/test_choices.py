@@ -83,6 +83,12 @@ def test_known_shapes_are_not_asked_and_processes_ask_of_different_ones(library)
     assert len(other & set(map(tuple, first[columns].to_numpy().tolist()))) < 0.1 * len(other)
 
 
+def test_runs_of_neighbouring_seeds_ask_of_different_shapes(library):
+    first, second = (choices.answers((KERNEL,), number, seed, NONE, 60.0, 400) for number, seed in ((1, 7), (0, 1_000_007)))
+    both = pd.concat([frame[["m", "n", "k"]].drop_duplicates() for frame in (first, second)])
+    assert both.duplicated().mean() < 0.1
+
+
 def test_it_stops_in_time(library):
     assert len(choices.answers(choices.KERNELS_ASKED, 0, 7, NONE, 0.0, 1500)) == 0
 
