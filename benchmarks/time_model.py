@@ -129,7 +129,12 @@ def repeat(data: Data) -> None:
     print(f"{'kernel':38s} {'pairs':>6s} {'mean':>7s} {'median':>7s} {'p90':>7s} {'over 10%':>9s} {'best guess':>11s}")
     groups = [(name, settled & (pairs["kernel"] == name)) for name in KERNELS]
     gemms = pairs["kernel"].isin(GEMM_KERNELS)
-    for name, mine in [*groups, ("GEMMs", gemms & settled), ("GEMMs, one at another's clock", gemms & ~settled)]:
+    groups += [("GEMMs", gemms & settled), ("GEMMs, one at another's clock", gemms & ~settled)]
+    tflop = 2e-12 * pairs[list(SHAPE)].astype(float).prod(axis=1)
+    reverse = (pairs["sweep"] == "blind9") & (pairs["sweep_again"] == "again")
+    for low, high in ((0.0, 0.1), (0.1, 1.0), (1.0, np.inf)):
+        groups.append((f"blind9, reversed, {low:g} to {high:g} TFLOP", reverse & (tflop >= low) & (tflop < high)))
+    for name, mine in groups:
         if len(d := apart[mine]):
             shares = f"{d.mean():7.1%} {d.median():7.1%} {d.quantile(0.9):7.1%} {(d > 0.1).mean():9.1%} {d.mean() / 2:11.1%}"
             print(f"{name:38s} {len(d):6d} {shares}")
@@ -170,8 +175,7 @@ def unseen(data: Data) -> None:
         rows = data.everything[(data.everything["sweep"] == sweep) & data.everything["kernel"].isin(data.kernels)]
         rows = rows[rows["kernel"].isin(list(model.manifest["kernels"]))].reset_index(drop=True)
         if len(rows):
-            result = model.predict(rows)
-            predicted, bounds = result["time_us"].to_numpy(), result[["low_us", "high_us"]].to_numpy()
+            predicted, bounds = shipped(model, rows)
             settled = rows["settled"].to_numpy()
             accuracy_table(
                 rows[settled].reset_index(drop=True), predicted[settled], bounds[settled], f"{what}: the shipped trees"
@@ -183,11 +187,16 @@ def unseen(data: Data) -> None:
     in_doubt(data.everything[data.everything["sweep"].str.fullmatch(r"blind\d?")], model)
 
 
+def shipped(model: perfmodel.PerfModel, rows: pd.DataFrame) -> tuple[Array, Array]:
+    """The shipped model's times and both ends of their intervals."""
+    result = model.predict(rows)
+    return result["time_us"].to_numpy(), result[["low_us", "high_us"]].to_numpy()
+
+
 def together(rows: pd.DataFrame, model: perfmodel.PerfModel, what: str) -> None:
     """The shipped model on several sweeps' settled times."""
     rows = rows[rows["settled"]].reset_index(drop=True)
-    result = model.predict(rows)
-    predicted, bounds = result["time_us"].to_numpy(), result[["low_us", "high_us"]].to_numpy()
+    predicted, bounds = shipped(model, rows)
     accuracy_table(rows, predicted, bounds, f"{what}: the shipped trees")
     print(line("all", accuracy(rows["p50_us"].to_numpy(), predicted, bounds), None))
 
@@ -199,8 +208,7 @@ def in_doubt(rows: pd.DataFrame, model: perfmodel.PerfModel) -> None:
     doubt = np.zeros(len(rows), dtype=np.int64)
     for name, index in rows.groupby("kernel").indices.items():
         doubt[index] = model.seen(str(name), columns_of(rows.iloc[index])).doubt
-    result = model.predict(rows)
-    predicted, bounds = result["time_us"].to_numpy(), result[["low_us", "high_us"]].to_numpy()
+    predicted, bounds = shipped(model, rows)
     powers = np.array([model.manifest["kernels"][name]["wider_in_doubt"] for name in rows["kernel"]])
     sure = predicted[:, None] * (bounds / predicted[:, None]) ** (1 / powers[np.arange(len(rows)), doubt, None])
     # As wide for all as covers as many.

@@ -106,10 +106,14 @@ def _copied(
     found = {name: (1 - copied) * cost for name, cost in found.items()}
     found |= {"copied": copied, "copied_bytes": copied * moved, "copied_beyond_l2": copied * beyond}
     if plain in costs:
-        quantized = _sum(costs[plain], terms(plain, k, m, hardware))
-        if kernel.endswith("dual"):
-            quantized = quantized + _sum(costs[plain], terms(plain, m, k, hardware))
-        found["copied_calls"] = copied * quantized
+        calls, some = np.zeros_like(m), np.flatnonzero(copied)
+        # Hardly any rows are: nothing is worked out for the others.
+        if len(some):
+            rows, columns = m[some], k[some]
+            calls[some] = _sum(costs[plain], terms(plain, columns, rows, hardware))
+            if kernel.endswith("dual"):
+                calls[some] += _sum(costs[plain], terms(plain, rows, columns, hardware))
+        found["copied_calls"] = calls
     return found
 
 
