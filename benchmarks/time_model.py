@@ -1,16 +1,17 @@
 """How good the kernel-time model is on shapes that it has not seen, per kernel and size; how far it extrapolates; and its peers.
 
-    python benchmarks/time_model.py [accuracy] [repeat] [coverage] [unseen] [extrapolation] [peers] [--folds N]
+    python benchmarks/time_model.py [accuracy] [repeat] [coverage] [learning] [unseen] [extrapolation] [peers] [--folds N]
         [--kernels PATTERN ...]
 
 accuracy: cross-validation by whole shapes over the fitted sweeps of an H200. repeat: how far two runs' timings of one kernel
 on one shape are apart, and half of that, which is what the best guess between them is off. coverage: whole runs left out, the
-intervals from the errors of other left-out runs alone. unseen: the shipped trees on the sweeps that no fit saw, the zoo's
-models, `blind` to `blind9`, `blind_memory` to `blind_memory3`. extrapolation: fitted without the largest octave of M, N, K and
-FLOPs, and without one K, and judged there. peers: each fitted on the same folds; nvMatmulHeuristics where it is installed (pip
-install nvidia-matmul-heuristics). Regret is the geometric mean of the chosen kernel's measured time over the best one's: per FP8
-kernel of the choice between it and bf16. All are of timings at a clock of their own (`perfmodel.steady`); repeat and unseen say
-what the others come to, too. On two cores everything takes about half an hour.
+intervals from the errors of other left-out runs alone. learning: what more rows bring. unseen: the shipped trees on the sweeps
+that no fit saw, the zoo's models, `blind` to `blind9`, `blind_memory` to `blind_memory3`. extrapolation: fitted without the
+largest octave of M, N, K and FLOPs, and without one K, and judged there. peers: each fitted on the same folds;
+nvMatmulHeuristics where it is installed (pip install nvidia-matmul-heuristics). Regret is the geometric mean of the chosen
+kernel's measured time over the best one's: per FP8 kernel of the choice between it and bf16. All are of timings at a clock of
+their own (`perfmodel.steady`); repeat and unseen say what the others come to, too. On two cores everything takes about half an
+hour.
 """
 
 from __future__ import annotations
@@ -33,7 +34,17 @@ from perfmodel import data_folder, fit
 from perfmodel.calls import columns_of
 from perfmodel.choice import DOUBT, Choice
 from perfmodel.hardware import HardwareSpec
-from perfmodel.held_out import FOLDS, accuracy, choice_regret, coverage_by_class, folds_of, held_out, leave_out_runs
+from perfmodel.held_out import (
+    COVERAGE,
+    FOLDS,
+    LEAST_REST,
+    accuracy,
+    choice_regret,
+    coverage_by_class,
+    folds_of,
+    held_out,
+    leave_out_runs,
+)
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import GEMM_KERNELS, KERNELS
 from perfmodel.learn import Learned, learn_first, measured_range, predict, train
@@ -43,7 +54,7 @@ from perfmodel.prediction import SIZE_CLASSES_US
 
 Array = npt.NDArray[np.float64]
 
-SECTIONS = ("accuracy", "repeat", "coverage", "unseen", "extrapolation", "peers")
+SECTIONS = ("accuracy", "repeat", "coverage", "learning", "unseen", "extrapolation", "peers")
 HARDWARE = "h200"
 UNSEEN_K = 1024
 # What the others cost a user beside the GEMM is in benchmarks/choice.py; this is the term that was fitted for nvMatmulHeuristics.
@@ -156,6 +167,23 @@ def coverage(data: Data) -> None:
         found = coverage_by_class(rows["p50_us"].to_numpy()[mine], predicted[mine], bounds[mine])
         cells = (f"{c['coverage']:.1%} ({c['n']:.0f})" if c["n"] >= 20 else "-" for c in found)
         print(f"{name:38s}" + "".join(f"{cell:>15s}" for cell in cells))
+
+
+def learning(data: Data) -> None:
+    """By how much held-out errors fall with the rows learned from: half of a kernel's, and four fifths."""
+    rows, halves = data.rows, held_out(data.rows, data.hardware, data.first, folds_of(data.rows, 2))
+    print("\n90th percentile of held-out errors by half and by four fifths of the rows, and the power of these that it falls by")
+    powers: dict[str, list[float]] = {}
+    for name in data.kernels:
+        mine = (rows["kernel"] == name).to_numpy() & np.isfinite(halves) & np.isfinite(data.by_fold)
+        if mine.sum() >= LEAST_REST:
+            measured = rows["p50_us"].to_numpy()[mine]
+            half, more = (np.quantile(np.abs(np.log(measured / p[mine])), COVERAGE) for p in (halves, data.by_fold))
+            power = float(np.log(half / more) / np.log((1 - 1 / FOLDS) / (1 / 2)))
+            powers.setdefault("GEMMs" if "gemm" in KERNELS[name].kind else "memory-bound kernels", []).append(power)
+            print(f"{name:38s} {mine.sum():6d} {half:7.1%} {more:7.1%} {power:7.2f}")
+    for kind, found in powers.items():
+        print(f"{kind}: a median power of {np.median(found):.2f}")
 
 
 def unseen(data: Data) -> None:
@@ -364,6 +392,8 @@ def main() -> int:
         repeat(data)
     if "coverage" in wanted:
         coverage(data)
+    if "learning" in wanted:
+        learning(data)
     if "unseen" in wanted:
         unseen(data)
     if "extrapolation" in wanted:

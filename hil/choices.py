@@ -129,7 +129,7 @@ class Recorder:
         return self._names[key]
 
 
-def _shapes(kernels: Sequence[str], seed: int) -> list[Shape]:
+def shapes_to_ask(kernels: Sequence[str], seed: int) -> list[Shape]:
     """A few hundred shapes for the kernels asked, a third of them of many products where any takes those."""
     everything, batched, grouped, odd = _DRAWN
     more = drawn(batched, seed + 5, (_BATCHED,)) + drawn(grouped, seed + 6, (_GROUPED,)) if _BATCHED in kernels else []
@@ -195,7 +195,7 @@ def answers(
             RUNNERS[name].bind(replace(small, groups=2) if name == _BATCHED else small, pool)(0)
         torch.cuda.synchronize()
         for turn in range(1_000_000):
-            drawn_now = _shapes(kernels, first + 10 * turn)
+            drawn_now = shapes_to_ask(kernels, first + 10 * turn)
             frame = pd.DataFrame([(s.m, s.n, s.k, s.groups) for s in drawn_now], columns=_SHAPE)
             wanted = {
                 name: worth_asking(name, frame, told[name], hardware, share, generator)

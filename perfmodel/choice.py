@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from perfmodel.features import features
 from perfmodel.hardware import HardwareSpec
-from perfmodel.network import Network
+from perfmodel.network import Network, single_threaded
 
 Array = npt.NDArray[np.float64]
 Codes = npt.NDArray[np.int64]
@@ -135,14 +135,22 @@ class Choice:
 
         That is by `DOUBT`: 0 where the network is sure, 4 where the likeliest tile and rest have half a chance, or are none.
         """
+        kernel, chance = np.empty(len(matrix), dtype=np.int64), np.empty(len(matrix))
+        with single_threaded():
+            for rows, values in self.network.blocks(matrix):
+                kernel[rows], chance[rows] = self._likeliest(values)
+        return self.kernels[kernel], (chance[:, None] < DOUBT).sum(axis=1)
+
+    def _likeliest(self, values: npt.NDArray[np.float32]) -> tuple[Codes, npt.NDArray[np.floating]]:
+        """Of each row the kernel of the largest sum, by number, and its probability: 0 where it is not the best tile and rest."""
         tile, rest, table = self._numbers
-        tiles, rests = np.split(self.network.outputs(matrix), [len(table)], axis=1)
+        tiles, rests = np.split(values, [len(table)], axis=1)
         # The best tile and the best rest are the best kernel wherever there is one of both.
         kernel = table[tiles.argmax(axis=1), rests.argmax(axis=1)]
         chance = np.where(kernel < 0, 0.0, _chance(tiles) * _chance(rests))
-        for some in np.array_split(apart := np.flatnonzero(kernel < 0), -(-len(apart) // _ROWS) or 1):
-            kernel[some] = (tiles[np.ix_(some, tile)] + rests[np.ix_(some, rest)]).argmax(axis=1)
-        return self.kernels[kernel], (chance[:, None] < DOUBT).sum(axis=1)
+        if len(apart := np.flatnonzero(kernel < 0)):
+            kernel[apart] = (tiles[np.ix_(apart, tile)] + rests[np.ix_(apart, rest)]).argmax(axis=1)
+        return kernel, chance
 
     def save(self) -> bytes:
         """As JSON."""

@@ -11,7 +11,7 @@ import pandas as pd
 
 from perfmodel.calls import columns_of
 from perfmodel.model import PerfModel
-from perfmodel.prediction import LAUNCH_FLOOR_US, baseline_us, no_less
+from perfmodel.prediction import LAUNCH_FLOOR_US, baseline_us, no_less, octaves_beyond, wider_beyond
 from perfmodel.roofline import limits_us
 
 
@@ -35,6 +35,7 @@ class Explanation:
         outside: Which of m, n, k, groups, product lie outside the sizes that the kernel was measured at.
         clipped: Whether all this is less than is possible (`perfmodel.prediction.no_less`), which it takes instead.
         wider: The power of the interval's factors for the doubt about which of its kernels the library chooses; 1 without.
+        wider_beyond: Likewise for how far beyond the largest measured sizes it is; 1 where it is not.
     """
 
     kernel: str
@@ -51,6 +52,7 @@ class Explanation:
     outside: tuple[str, ...]
     clipped: bool
     wider: float
+    wider_beyond: float
 
     @property
     def roofline_us(self) -> float:
@@ -85,7 +87,8 @@ class Explanation:
         if self.correction != 1.0:
             lines.append(f"  measurements on this machine: {self.correction:.2f} x")
         if self.outside:
-            lines.append(f"  {', '.join(self.outside)} outside the measured sizes: an extrapolation")
+            wider = f", its interval {self.wider_beyond:.1f} times as wide" if self.wider_beyond > 1.0 else ""
+            lines.append(f"  {', '.join(self.outside)} outside the measured sizes: an extrapolation{wider}")
         return "\n".join(lines)
 
 
@@ -127,4 +130,5 @@ def explain(model: PerfModel, row: Mapping[str, Any] | pd.Series) -> Explanation
         {seen.names[index]: float(np.exp(added[index])) for index in order},
         1.0 if abs(ratio - 1) < 1e-4 else float(ratio), outside, bool(possible[0] > learned[0]),
         float(wider[seen.doubt[0]]) if (wider := model.manifest["kernels"][kernel].get("wider_in_doubt")) else 1.0,
+        float(wider_beyond(octaves_beyond(sizes, ranges))[0]),
     )  # fmt: skip

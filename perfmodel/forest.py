@@ -1,13 +1,12 @@
 """Gradient-boosted trees as plain arrays, and their sums by a compiled loop: bit for bit xgboost's, in a third of its time.
 
-The loop is compiled when a prediction is first met that is large enough to pay for it; where llvmlite, which numba brings along,
-cannot do so, xgboost evaluates all trees.
+The loop is compiled when a prediction is first met that is large enough to pay for it (`perfmodel.compiled`); where it cannot be,
+xgboost evaluates all trees.
 """
 
 from __future__ import annotations
 
 import struct
-import sys
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# Rows of all kernels for which xgboost takes longer than compiling the loop and the loop together.
-ROWS_WORTH_COMPILING = 1 << 14
+from perfmodel.compiled import loops
+
 # Of these a prediction is the plain sum of leaves.
 _OBJECTIVES = ("reg:squarederror", "reg:absoluteerror")
 # What a node's number has room for.
@@ -26,21 +25,6 @@ _OF_A_TREE = (
     ("left_children", "l"), ("right_children", "l"), ("split_conditions", "d"), ("split_indices", "l"), ("split_type", "U"),
 )  # fmt: skip
 _NUMBERS: dict[str, np.dtype[Any]] = {"l": np.dtype(">i4"), "d": np.dtype(">f4"), "U": np.dtype("u1")}
-
-
-def worth_compiling(rows: int) -> bool:
-    """Whether so many rows are worth the compiled loop, which later ones are too once it is there."""
-    return ("perfmodel.forest_loop" in sys.modules or rows >= ROWS_WORTH_COMPILING) and _loop() is not None
-
-
-@cache
-def _loop() -> Any:
-    """The module with the compiled loop; None where it cannot be compiled."""
-    try:
-        from perfmodel import forest_loop
-    except (AttributeError, ImportError, OSError, RuntimeError):
-        return None
-    return forest_loop
 
 
 @dataclass(frozen=True)
@@ -113,7 +97,7 @@ class Forest:
 
     def sums(self, matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
         """The sum of the trees' leaves for each row of features, (rows,); no feature may be missing (NaN)."""
-        loop = _loop()
+        loop: Any = loops()
         x = np.zeros((-(-len(matrix) // loop.IN_TURN) * loop.IN_TURN, self.features + 1), dtype=np.float32)
         x[: len(matrix), :-1], x[:, -1] = matrix, -np.inf
         total = np.full(len(x), self.base)

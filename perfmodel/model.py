@@ -18,11 +18,11 @@ import numpy.typing as npt
 
 from perfmodel.calls import Columns, Sizes, columns_of, kernels_of, places_of
 from perfmodel.choice import Choice
-from perfmodel.forest import worth_compiling
+from perfmodel.compiled import worth_compiling
 from perfmodel.hardware import HardwareSpec
 from perfmodel.kernels import KERNELS
 from perfmodel.network import Network, single_threaded
-from perfmodel.prediction import Seen, at_edge, baseline_us, bounds_of, no_less
+from perfmodel.prediction import Seen, at_edge, baseline_us, bounds_of, no_less, octaves_beyond
 from perfmodel.trees import Trees
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class PerfModel:
         ratio = seen.smooth + self.learned(kernel)[1].predict(seen.matrix).astype(np.float64)
         learned = baseline_us(kernel, *sizes, self.hardware, self.planned(kernel)) * np.exp(ratio)
         time = no_less(learned, kernel, sizes, self.hardware, self.least_us(kernel))
-        return np.column_stack([time, bounds_of(time, entry, seen.doubt)])
+        return np.column_stack([time, bounds_of(time, entry, seen.doubt, octaves_beyond(sizes, entry["range"]))])
 
     @overload
     def predict(self, frame: pd.DataFrame) -> pd.DataFrame: ...
@@ -179,7 +179,8 @@ class PerfModel:
                 `k` are the rows and columns of its input and `n` is 1. A DataFrame, or columns by name.
 
         Returns:
-            Columns `time_us`, `low_us`, `high_us` (a 90% interval), in the order of `frame`: a DataFrame with its index, or
+            Columns `time_us`, `low_us`, `high_us` (a 90% interval, the wider the further a call is beyond the largest sizes
+            that were measured; `in_range` says which are outside), in the order of `frame`: a DataFrame with its index, or
             arrays by name where it is no DataFrame.
 
         Raises:

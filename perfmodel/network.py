@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from perfmodel import compiled
+
 Array = npt.NDArray[np.float32]
 Layers = list[tuple[Array, Array]]
 
@@ -39,6 +41,11 @@ def _gate(x: Array) -> Array:
     gate = x * np.float32(1 / 6)
     gate += np.float32(0.5)
     return np.clip(gate, np.float32(0), np.float32(1), out=gate)
+
+
+def rectified(x: Array) -> Array:
+    """What hidden units give for the sums that reach them."""
+    return x * _gate(x)
 
 
 @cache
@@ -82,25 +89,43 @@ class Network:
 
     def outputs(self, matrix: npt.NDArray[np.floating]) -> Array:
         """What the last layer gives for each row of features, (rows, outputs)."""
-        x = np.zeros((-(-len(matrix) // _BLOCK) * _BLOCK, matrix.shape[1]), dtype=np.float32)
-        x[: len(matrix)] = self._normal(matrix)
+        result = np.empty((len(matrix), self.layers[-1][1].size), dtype=np.float32)
         with single_threaded():
-            parts = [self._forward(block)[-1] for block in x.reshape(-1, _BLOCK, x.shape[1])]
-        empty = np.empty((0, self.layers[-1][1].size), dtype=np.float32)
-        return np.concatenate([empty, *parts])[: len(matrix)]
+            for rows, values in self.blocks(matrix):
+                result[rows] = values
+        return result
 
-    def _normal(self, matrix: npt.NDArray[np.floating]) -> Array:
+    def blocks(self, matrix: npt.NDArray[np.floating]) -> Iterator[tuple[slice, Array]]:
+        """Likewise, block after block while it lies in the cache: which rows it is, and what the last layer gives.
+
+        The next block overwrites the values of this one. Enter `single_threaded` around all of them.
+        """
+        x = np.zeros((_BLOCK, matrix.shape[1]), dtype=np.float32)
+        room = [np.empty((_BLOCK, biases.size), dtype=np.float32) for _, biases in self.layers]
+        for start in range(0, len(matrix), _BLOCK):
+            rows = slice(start, min(start + _BLOCK, len(matrix)))
+            filled = rows.stop - start
+            x[:filled] = self.normal(matrix[rows])
+            yield rows, self._through(x, room)[:filled]
+
+    def normal(self, matrix: npt.NDArray[np.floating]) -> Array:
+        """Features as the first layer takes them, (rows, features)."""
         scaled = (matrix - self.mean) / self.deviation
         return np.clip(scaled, -REACH, REACH).astype(np.float32)
 
-    def _forward(self, x: Array) -> list[Array]:
-        outputs = [x]
-        for number, (weights, biases) in enumerate(self.layers):
-            x = x @ weights + biases
-            if number < len(self.layers) - 1:
+    def _through(self, x: Array, room: list[Array]) -> Array:
+        """What the last layer gives for normal features x, (rows, outputs); each layer's values go into its `room`."""
+        loops: Any = compiled.loops() if compiled.worth_compiling(0) else None
+        for number, ((weights, biases), out) in enumerate(zip(self.layers, room, strict=True)):
+            x = np.matmul(x, weights, out=out)
+            if number == len(self.layers) - 1:
+                x += biases
+            elif loops and not len(biases) % loops.AT_ONCE:
+                loops.rectify(x, biases)
+            else:
+                x += biases
                 x *= _gate(x)
-            outputs.append(x)
-        return outputs
+        return x
 
     def save(self) -> bytes:
         """As JSON; arrays are base64 of little-endian float32."""
@@ -150,7 +175,7 @@ def train(matrix: npt.NDArray[np.floating], target: npt.NDArray[np.floating], se
         layers.append((_uniform(generator, bound, (fan_in, fan_out)), _uniform(generator, bound, (fan_out,))))
     mean, deviation = matrix.mean(axis=0).astype(np.float32), (matrix.std(axis=0) + 1e-6).astype(np.float32)
     network = Network(mean, deviation, float(target.mean()), float(target.std() + 1e-9), layers)
-    x, y = network._normal(matrix), ((target - network.level) / network.spread).astype(np.float32)
+    x, y = network.normal(matrix), ((target - network.level) / network.spread).astype(np.float32)
     parameters = [array for layer in layers for array in layer]
     first, second = ([np.zeros_like(p) for p in parameters] for _ in range(2))
     batch = min(BATCH, len(x))

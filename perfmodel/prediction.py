@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,8 @@ LAUNCH_FLOOR_US = 1.0
 ROOFLINE_SHARE = 0.97
 # Edges of the size classes, in microseconds of predicted time, within which intervals are calibrated.
 SIZE_CLASSES_US = (5.0, 20.0, 100.0)
+# By how much, as a power, the interval of a call is wider for each octave by which it is larger than what was measured.
+WIDER_BEYOND = 1.0
 # What the features know of a size's alignment: its remainder by this.
 EDGE_MULTIPLE = 256
 
@@ -56,18 +58,40 @@ def no_less(time: Array, kernel: str, sizes: Sizes, hardware: HardwareSpec, leas
     return np.maximum(time, np.maximum(ROOFLINE_SHARE * roofline_us(kernel, *sizes, hardware), least_us))
 
 
-def bounds_of(time_us: Array, entry: Mapping[str, Any], doubt: npt.NDArray[np.int64]) -> Array:
+def octaves_beyond(sizes: Sizes, measured: Mapping[str, Sequence[float]]) -> Array:
+    """By how many octaves calls are larger than what was measured, (calls,): the most of m, n, k, groups and their product.
+
+    0 where they are not. A call smaller than all that was measured is a launch, which is known.
+
+    Args:
+        sizes: m, n, k, groups.
+        measured: Least and largest measured size by name.
+    """
+    asked = dict(zip(("m", "n", "k", "groups"), sizes, strict=True))
+    asked["product"] = np.prod(sizes, axis=0)
+    beyond = [asked[name] / largest for name, (_, largest) in measured.items()]
+    return np.log2(np.maximum(1.0, np.max(beyond, axis=0)))
+
+
+def wider_beyond(octaves: Array | float) -> Array:
+    """The power of an interval's factors for a call so many `octaves_beyond`."""
+    return np.asarray(1 + WIDER_BEYOND * np.asarray(octaves))
+
+
+def bounds_of(time_us: Array, entry: Mapping[str, Any], doubt: npt.NDArray[np.int64], beyond: Array | float = 0.0) -> Array:
     """Both ends of the 90% intervals of predicted times, (calls, 2).
 
     Args:
         time_us: The times.
         entry: The kernel's, of a manifest: factors by size class, and powers of them by class of doubt where it has a choice.
         doubt: As of `Seen`.
+        beyond: `octaves_beyond`.
     """
     factors = np.asarray(entry["interval_factors"])[size_class(time_us)]
+    power = wider_beyond(beyond)
     if wider := entry.get("wider_in_doubt"):
-        factors = factors ** np.asarray(wider)[doubt, None]
-    return time_us[:, None] * factors
+        power = power * np.asarray(wider)[doubt]
+    return time_us[:, None] * factors ** np.broadcast_to(power, time_us.shape)[:, None]
 
 
 class Seen(NamedTuple):

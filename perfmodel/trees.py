@@ -18,7 +18,8 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
-from perfmodel.forest import Forest, worth_compiling
+from perfmodel.compiled import worth_compiling
+from perfmodel.forest import Forest
 
 _GZIP = b"\x1f\x8b"
 _FILES = {"win32": "xgboost.dll", "darwin": "libxgboost.dylib"}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import xgboost
 
-from perfmodel import forest
+from perfmodel import compiled as compiling
 from perfmodel.forest import Forest
 from perfmodel.trees import Trees
 
@@ -76,8 +76,8 @@ def test_damaged_trees_are_left_to_xgboost_which_refuses_them():
 
 @pytest.fixture
 def compiled(monkeypatch):
-    assert forest._loop() is not None
-    monkeypatch.setattr(forest, "ROWS_WORTH_COMPILING", 0)
+    assert compiling.loops() is not None
+    monkeypatch.setattr(compiling, "ROWS_WORTH_COMPILING", 0)
 
 
 def test_trees_give_the_same_by_either_way(compiled, monkeypatch):
@@ -104,11 +104,11 @@ def test_trees_give_the_same_by_either_way(compiled, monkeypatch):
         with pytest.raises((EOFError, ValueError)):
             Trees(damaged)
     # Read by xgboost first, and by the loop when there are many rows.
-    monkeypatch.setattr(forest, "_loop", lambda: None)
+    monkeypatch.setattr(compiling, "loops", lambda: None)
     later = Trees(saved)
     np.testing.assert_array_equal(later.predict(matrix), expected)
     monkeypatch.undo()
-    monkeypatch.setattr(forest, "ROWS_WORTH_COMPILING", 0)
+    monkeypatch.setattr(compiling, "ROWS_WORTH_COMPILING", 0)
     np.testing.assert_array_equal(later.predict(matrix), expected)
     assert "_forest" in vars(later)
 
@@ -126,7 +126,7 @@ def test_few_rows_compile_nothing_many_do_and_none_must():
         "assert sys.modules.get('llvmlite') is None\n"
         "many = ask(20_000)\n"
         "assert (many[:6000] == few).all()\n"
-        "print('perfmodel.forest_loop' in sys.modules, 'numba' in sys.modules)"
+        "print('perfmodel.loops' in sys.modules, 'numba' in sys.modules)"
     )
     for before, expected in (("pass", "True False"), ("sys.modules['llvmlite'] = None", "False False")):
         run = subprocess.run([sys.executable, "-c", code.replace("BEFORE", before)], capture_output=True, text=True)

@@ -7,7 +7,7 @@ import pytest
 import perfmodel
 from perfmodel import KERNELS
 from perfmodel.model import PerfModel
-from perfmodel.prediction import at_edge
+from perfmodel.prediction import WIDER_BEYOND, at_edge, octaves_beyond
 
 SLACK = 1 / 3  # of `PerfModel.predict`
 GEMMS = ("torch/bf16", "torch/fp8_tensorwise_fast", "torch/fp8_tensorwise_split", "torch/fp8_rowwise_fast", "torch/fp8_block128")
@@ -68,3 +68,32 @@ def test_a_size_outside_is_cut_to_the_edge_with_its_alignment():
     assert n[0] == 100 and (n <= 8200).all() and (n[1:] % 256).tolist() == [8201 % 256, 9000 % 256]
     # Where no size of that remainder lies in the upper half, the edge itself is taken.
     assert k.tolist() == [300, 300, 256] and groups.tolist() == [1, 1, 1]
+
+
+def test_octaves_beyond_by_hand():
+    measured = {"m": [16.0, 1024.0], "n": [1.0, 64.0], "k": [4.0, 512.0], "groups": [1.0, 1.0], "product": [64.0, 2.0**22]}
+    sizes = tuple(
+        np.array(size, dtype=float)
+        for size in ([1024, 2048, 4, 1024, 8192, 16], [64, 1, 1, 64, 32, 1], [64, 4, 16, 512, 16, 4], [1, 1, 1, 1, 8, 1])
+    )
+    # Inside; M doubled; a quarter of the least M; only the product, 8 times; M and groups 8 times; at every lower edge.
+    assert octaves_beyond(sizes, measured).tolist() == [0, 1, 0, 3, 3, 0]
+
+
+@pytest.mark.parametrize("kernel", [*GEMMS, *MEMORY])
+def test_the_further_beyond_the_wider_the_interval(model, kernel):
+    """By as much as it says for each octave: the interval of the edge to that power, and `explain` says so."""
+    limits = model.manifest["kernels"][kernel]["range"]
+    size = {"m": 256 * int(limits["m"][1] // 256), "n": 128 if kernel in GEMMS else 1, "k": 128}
+    widths, powers = [], []
+    for octave in range(5):
+        call = {"kernel": kernel, **size, "m": size["m"] * 2**octave}
+        found = model.predict(pd.DataFrame([call])).iloc[0]
+        widths.append(np.log(found["high_us"] / found["low_us"]))
+        said = model.explain(call)
+        powers.append(said.wider_beyond)
+        assert (said.wider_beyond > 1) == ("extrapolation, its interval" in said.words())
+        assert bool(said.outside) == (octave > 0) and ("outside the measured sizes" in said.words()) == (octave > 0)
+    beyond = np.log2(size["m"] / limits["m"][1]) + np.arange(1, 5)
+    np.testing.assert_allclose(powers, [1.0, *(1 + WIDER_BEYOND * beyond)])
+    assert (np.diff(widths[1:]) > 0).all()

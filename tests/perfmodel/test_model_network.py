@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 
-from perfmodel import network
+from perfmodel import compiled, network
 from perfmodel.network import Network
 
 
@@ -35,7 +36,7 @@ def test_gradients_equal_finite_differences():
     x, y = generator.standard_normal((7, 4)), generator.standard_normal(7)
 
     def loss() -> float:
-        off = np.abs(net._forward(x)[-1][:, 0] - y)
+        off = np.abs(net._through(x, [np.empty((7, biases.size)) for _, biases in layers])[:, 0] - y)
         huber = np.where(off < network.BEND, off**2 / (2 * network.BEND), off - network.BEND / 2)
         return float(huber.mean())
 
@@ -86,3 +87,27 @@ def test_far_outside_it_stays_as_at_its_reach(learned):
 def test_a_damaged_one_is_refused(saved):
     with pytest.raises(ValueError, match="the network is damaged"):
         Network.load(saved)
+
+
+@pytest.mark.parametrize("width", [16, 64, 100])
+def test_compiled_loops_change_no_bit(monkeypatch, width):
+    """Of layers as wide as loops take them and not, with units below, within and above where they bend."""
+    assert compiled.loops() is not None
+    generator = np.random.default_rng(3)
+    sizes = [5, width, width, 3]
+    layers = [
+        (generator.standard_normal(pair).astype(np.float32), generator.standard_normal(pair[1]).astype(np.float32))
+        for pair in zip(sizes, sizes[1:], strict=False)
+    ]
+    net = Network(np.zeros(5, np.float32), np.ones(5, np.float32), 0.0, 1.0, layers)
+    matrix = generator.standard_normal((1300, 5))
+    by_loop = net.outputs(matrix)
+    monkeypatch.setattr(compiled, "worth_compiling", lambda rows: False)
+    np.testing.assert_array_equal(net.outputs(matrix), by_loop)
+
+
+def test_units_are_hard_swish():
+    x = np.linspace(-4, 4, 32, dtype=np.float32).reshape(2, 16)
+    found = x.copy()
+    compiled.loops().rectify(found, np.full(16, 0.25, np.float32))
+    np.testing.assert_allclose(found, torch.nn.functional.hardswish(torch.from_numpy(x) + 0.25).numpy(), rtol=1e-6, atol=1e-7)
