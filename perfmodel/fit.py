@@ -76,6 +76,7 @@ NEVER_SEEN = {
     "blind_memory2": "held_out_blind_memory2",
     "blind_memory3": "held_out_blind_memory3",
 }
+BF16 = "torch/bf16"
 TORCH_GEMMS = tuple(name for name in GEMM_KERNELS if library_of(name) == "torch")
 HELD_OUT_SWEEPS = (*NEVER_SEEN, "repeat", "again")
 # A kernel with fewer rows is left out; one that another GPU's model knows needs fewer.
@@ -205,6 +206,7 @@ def fit(
             "choice": mine.choice is not None,
             "planned": True,
             "least_us": mine.least_us,
+            **({} if (regret := _regret(timings, predicted, kernel)) is None else {"regret": regret}),
             "range": _range(rows, begun.manifest["kernels"].get(kernel) if begun else None),
         }
     judged = {
@@ -234,6 +236,14 @@ def fit(
     }
     _write(target, {**files, "manifest.json": (json.dumps(manifest, indent=1) + "\n").encode()})
     return manifest
+
+
+def _regret(timings: pd.DataFrame, predicted: np.ndarray, kernel: str) -> float | None:
+    """What choosing between bf16 and an FP8 GEMM costs over the faster one; None where there is no such choice."""
+    if kernel not in GEMM_KERNELS or not KERNELS[kernel].is_fp8:
+        return None
+    found = choice_regret(timings, predicted, (BF16, kernel))
+    return None if found is None else found["geomean"]
 
 
 def _range(rows: pd.DataFrame, begun: dict[str, Any] | None) -> dict[str, list[float]]:
@@ -270,14 +280,15 @@ def _choice_line(what: str, r: dict[str, float]) -> str:
 def table(manifest: dict[str, Any]) -> str:
     """The manifest's accuracy as text, a row a kernel; the regret is a geometric mean."""
     models = manifest.get("held_out_models", {"kernels": {}})
-    lines = [f"{'':38s} {'held-out shapes':>36s} {'held-out models':>23s}"]
-    lines.append(
-        f"{'kernel':38s} {'rows':>5s} {'MAPE':>7s} {'median':>7s} {'p90':>6s} {'worst':>7s} {'rows':>6s} {'MAPE':>8s} {'p90':>7s}"
-    )
+    lines = [f"{'':38s} {'held-out shapes':>45s} {'held-out models':>16s}"]
+    columns = (("rows", 6), ("MAPE", 6), ("median", 7), ("p90", 6), ("worst", 6), ("inside", 7), ("regret", 7), ("rows", 5))
+    lines.append(f"{'kernel':38s}" + "".join(f"{name:>{width}s}" for name, width in (*columns, ("MAPE", 6), ("p90", 6))))
     for kernel in (name for name in KERNELS if name in manifest["kernels"]):
-        a, z = manifest["kernels"][kernel]["held_out"], models["kernels"].get(kernel)
-        line = f"{kernel:38s} {a['n']:5d} {a['mape']:7.1%} {a['median']:7.1%} {a['p90']:6.1%} {a['worst']:7.0%}"
-        lines.append(line + (f" {z['n']:6d} {z['mape']:8.1%} {z['p90']:7.1%}" if z else ""))
+        entry, z = manifest["kernels"][kernel], models["kernels"].get(kernel)
+        a, cost = entry["held_out"], f"{entry['regret']:7.2%}" if "regret" in entry else f"{'':7s}"
+        line = f"{kernel:38s}{a['n']:6d}{a['mape']:6.1%}{a['median']:7.1%}{a['p90']:6.1%}{a['worst']:6.0%}{a['coverage']:7.0%}"
+        lines.append((line + cost + (f"{z['n']:5d}{z['mape']:6.1%}{z['p90']:6.1%}" if z else "")).rstrip())
+    lines.append("Inside: left-out runs' measurements inside their 90% intervals. Regret: of choosing between it and torch/bf16.")
     if again := manifest.get("repeat_on_another_machine"):
         lines.append(
             f"A second measurement on another GPU differs by {again['mape']:.1%} (p90 {again['p90']:.1%}, n = {again['n']})."

@@ -50,7 +50,16 @@ def test_own_sweep_becomes_a_calibration(sweep, fitted):
     assert stated["n"] == (rows["kernel"] == "torch/bf16").sum() and 0.02 < stated["mape"] < 0.4
     assert model.manifest["not_measured"] == ["held_out_models", "repeat_on_another_machine"]
     assert model.manifest["choice_regret"]["shapes"] > 50
-    assert "Not measured in these timings: held_out_models" in fit.table(model.manifest)
+    table = fit.table(model.manifest)
+    assert "Not measured in these timings: held_out_models" in table
+    # What choosing between both costs stands beside the one that is FP8.
+    whole, entries = model.manifest["choice_regret"], model.manifest["kernels"]
+    assert entries["torch/fp8_tensorwise_fast"]["regret"] == whole["geomean"] and "regret" not in entries["torch/bf16"]
+    line = next(line for line in table.splitlines() if line.startswith("torch/fp8_tensorwise_fast"))
+    assert (
+        line.endswith(f"{whole['geomean']:7.2%}")
+        and f"{entries['torch/fp8_tensorwise_fast']['held_out']['coverage']:.0%}" in line
+    )
 
 
 def test_a_fit_that_is_interrupted_leaves_what_was_there(sweep, tmp_path, monkeypatch):
