@@ -1,4 +1,4 @@
-"""Put the present figures into the README: the first screen, the time model, what is emulated exactly, the choice benchmark.
+"""Put the present figures into the README and docs/: the first screen, the time model, what is emulated, the choice benchmark.
 
     python benchmarks/readme.py
 
@@ -17,7 +17,8 @@ from hil.exactness import table as exactness_table
 from perfmodel import data_folder
 from perfmodel.fit import table
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "README.md", ROOT / "docs" / "time_model.md")
 
 
 def first_screen() -> str:
@@ -29,6 +30,12 @@ def first_screen() -> str:
 def accuracy() -> str:
     """The time model's table."""
     return table(json.loads((data_folder() / "h200" / "models" / "manifest.json").read_text()))
+
+
+def fresh() -> str:
+    """The time model on the sweeps that no fit saw."""
+    command = [sys.executable, str(Path(__file__).with_name("time_model.py")), "fresh"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def exactness() -> str:
@@ -48,26 +55,35 @@ def another() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def block(text: str, name: str) -> str:
-    """The fenced block called `name`."""
-    found = re.search(rf"<!-- {name} -->\n```\n(.*?)\n```", text, re.DOTALL)
+def page_of(name: str) -> Path:
+    """The page with the fenced block called `name`."""
+    for page in PAGES:
+        if f"<!-- {name} -->" in page.read_text():
+            return page
+    raise ValueError(f"neither README.md nor docs/time_model.md has a block {name!r}")
+
+
+def block(name: str) -> str:
+    """What the fenced block called `name` holds."""
+    found = re.search(rf"<!-- {name} -->\n```\n(.*?)\n?```", page_of(name).read_text(), re.DOTALL)
     if found is None:
-        raise ValueError(f"README.md has no block {name!r}")
+        raise ValueError(f"behind <!-- {name} --> there is no fence")
     return found[1]
 
 
 def main() -> int:
     """Rewrite the blocks."""
-    text = README.read_text()
     for name, make in (
         ("whatif", first_screen),
+        ("fresh", fresh),
         ("fit", accuracy),
         ("exactness", exactness),
         ("choice", choice),
         ("another", another),
     ):
-        text = text.replace(block(text, name), make().strip())
-    README.write_text(text)
+        page, before = page_of(name), f"<!-- {name} -->\n```\n"
+        old = before + block(name)
+        page.write_text(page.read_text().replace(old, before + make().strip() + ("" if block(name) else "\n")))
     return 0
 
 

@@ -1,17 +1,18 @@
 """How good the kernel-time model is on shapes that it has not seen, per kernel and size; how far it extrapolates; and its peers.
 
-    python benchmarks/time_model.py [accuracy] [repeat] [coverage] [learning] [unseen] [extrapolation] [peers] [--folds N]
-        [--kernels PATTERN ...]
+    python benchmarks/time_model.py [accuracy] [repeat] [coverage] [learning] [unseen] [fresh] [extrapolation] [beyond] [peers]
+        [--folds N] [--kernels PATTERN ...]
 
 accuracy: cross-validation by whole shapes over the fitted sweeps of an H200. repeat: how far two runs' timings of one kernel
 on one shape are apart, and half of that, which is what the best guess between them is off. coverage: whole runs left out, the
 intervals from the errors of other left-out runs alone. learning: what more rows bring. unseen: the shipped trees on the sweeps
-that no fit saw, the zoo's models, `blind` to `blind9`, `blind_memory` to `blind_memory3`. extrapolation: fitted without the
-largest octave of M, N, K and FLOPs, and without one K, and judged there. peers: each fitted on the same folds;
-nvMatmulHeuristics where it is installed (pip install nvidia-matmul-heuristics). Regret is the geometric mean of the chosen
-kernel's measured time over the best one's: per FP8 kernel of the choice between it and bf16. All are of timings at a clock of
-their own (`perfmodel.steady`); repeat and unseen say what the others come to, too. On two cores everything takes about half an
-hour.
+that no fit saw, the zoo's models, `blind` to `blind9`, `blind_memory` to `blind_memory3`; fresh: the last table of these
+alone, of the sweeps of one process together. extrapolation: fitted without the largest octave of M, N, K and FLOPs, and
+without one K, and judged there. beyond: likewise without the two largest octaves of M, N or K, and how wide intervals must be
+there. peers: each fitted on the same folds; nvMatmulHeuristics where it is installed (pip install nvidia-matmul-heuristics).
+Regret is the geometric mean of the chosen kernel's measured time over the best one's: per FP8 kernel of the choice between it
+and bf16. All are of timings at a clock of their own (`perfmodel.steady`); repeat and unseen say what the others come to, too.
+On two cores everything takes about half an hour.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import sys
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
+import extrapolation
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
@@ -32,8 +33,7 @@ import perfmodel
 from loka_sim.dispatch.baselines import filter_rowwise, filter_tensorwise
 from perfmodel import data_folder, fit
 from perfmodel.calls import columns_of
-from perfmodel.choice import DOUBT, Choice
-from perfmodel.hardware import HardwareSpec
+from perfmodel.choice import DOUBT
 from perfmodel.held_out import (
     COVERAGE,
     FOLDS,
@@ -47,18 +47,14 @@ from perfmodel.held_out import (
 )
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import GEMM_KERNELS, KERNELS
-from perfmodel.learn import Learned, learn_first, measured_range, predict, train
+from perfmodel.learn import Learned, learn_first
 from perfmodel.measured import read_choices
-from perfmodel.parallel import each
 from perfmodel.prediction import SIZE_CLASSES_US
 
 Array = npt.NDArray[np.float64]
 
-SECTIONS = ("accuracy", "repeat", "coverage", "learning", "unseen", "extrapolation", "peers")
+SECTIONS = ("accuracy", "repeat", "coverage", "learning", "unseen", "fresh", "extrapolation", "beyond", "peers")
 HARDWARE = "h200"
-UNSEEN_K = 1024
-# What the others cost a user beside the GEMM is in benchmarks/choice.py; this is the term that was fitted for nvMatmulHeuristics.
-EXTRAPOLATED = ("torch/bf16", "torch/fp8_tensorwise_fast", "torch/fp8_rowwise_fast", "torch/fp8_block128", "torch/bf16_batched")
 
 
 class Data:
@@ -120,12 +116,7 @@ def accuracy_table(rows: pd.DataFrame, predicted: Array, bounds: Array | None, t
         fp8 = name in GEMM_KERNELS and KERNELS[name].is_fp8
         regret = choice_regret(rows, predicted, ("torch/bf16", name)) if fp8 else None
         print(line(name, accuracy(measured[mine], predicted[mine], None if bounds is None else bounds[mine]), regret))
-    for whose, kernels in (("torch's GEMMs", fit.TORCH_GEMMS), ("all libraries' GEMMs", GEMM_KERNELS)):
-        if regret := choice_regret(rows, predicted, kernels):
-            print(
-                f"choice of {whose}, {regret['shapes']} shapes: right {regret['right']:.1%}, regret {regret['geomean']:.2%}, "
-                f"p90 {regret['p90']:.1%}, worst {regret['worst']:.0%}"
-            )
+    choices(rows, predicted)
 
 
 def repeat(data: Data) -> None:
@@ -211,7 +202,7 @@ def unseen(data: Data) -> None:
             for whose, some in (("all", settled), ("at another's clock", ~settled), ("all, as timed", settled | ~settled)):
                 if some.any():
                     print(line(whose, accuracy(rows["p50_us"].to_numpy()[some], predicted[some], bounds[some]), None))
-    together(data.everything[data.everything["sweep"].str.fullmatch(r"blind[3-9]")], model, "blind3 to blind9, one process")
+    fresh(data)
     in_doubt(data.everything[data.everything["sweep"].str.fullmatch(r"blind\d?")], model)
 
 
@@ -221,12 +212,37 @@ def shipped(model: perfmodel.PerfModel, rows: pd.DataFrame) -> tuple[Array, Arra
     return result["time_us"].to_numpy(), result[["low_us", "high_us"]].to_numpy()
 
 
-def together(rows: pd.DataFrame, model: perfmodel.PerfModel, what: str) -> None:
-    """The shipped model on several sweeps' settled times."""
-    rows = rows[rows["settled"]].reset_index(drop=True)
-    predicted, bounds = shipped(model, rows)
-    accuracy_table(rows, predicted, bounds, f"{what}: the shipped trees")
-    print(line("all", accuracy(rows["p50_us"].to_numpy(), predicted, bounds), None))
+def fresh(data: Data) -> None:
+    """The shipped model on all fresh sweeps of one process: GEMMs kernel by kernel, others library by library."""
+    rows = data.everything[data.everything["sweep"].str.fullmatch(r"blind[3-9]|blind_memory\d?") & data.everything["settled"]]
+    rows = rows[rows["kernel"].isin(data.kernels)].reset_index(drop=True)
+    predicted, bounds = shipped(perfmodel.load(HARDWARE), rows)
+    families = np.array([family(name) for name in rows["kernel"]], dtype=object)
+    print(f"\n{HEAD}")
+    for name in dict.fromkeys(family(name) for name in KERNELS):
+        mine = families == name
+        if mine.any():
+            regret = choice_regret(rows, predicted, (fit.BF16, name)) if name in GEMM_KERNELS and KERNELS[name].is_fp8 else None
+            print(line(name, accuracy(rows["p50_us"].to_numpy()[mine], predicted[mine], bounds[mine]), regret).rstrip())
+    choices(rows, predicted)
+
+
+def family(kernel: str) -> str:
+    """What a kernel is judged with: itself where it is a GEMM, else all of its library that quantize, or that do not."""
+    if "gemm" in KERNELS[kernel].kind:
+        return kernel
+    library, _, name = kernel.partition("/")
+    return f"{library}/quantize_*" if name.startswith("quantize") else f"{library}, other memory-bound kernels"
+
+
+def choices(rows: pd.DataFrame, predicted: Array) -> None:
+    """What choosing among GEMM kernels costs."""
+    for whose, kernels in (("torch's GEMMs", fit.TORCH_GEMMS), ("all libraries' GEMMs", GEMM_KERNELS)):
+        if regret := choice_regret(rows, predicted, kernels):
+            print(
+                f"choice of {whose}, {regret['shapes']} shapes: right {regret['right']:.1%}, regret {regret['geomean']:.2%}, "
+                f"p90 {regret['p90']:.1%}, worst {regret['worst']:.0%}"
+            )
 
 
 def in_doubt(rows: pd.DataFrame, model: perfmodel.PerfModel) -> None:
@@ -254,52 +270,6 @@ def in_doubt(rows: pd.DataFrame, model: perfmodel.PerfModel) -> None:
                 f"{f'{low:.0%} to {high:.0%}':16s} {found['n']:6.0f} {found['mape']:6.1%} {found['p90']:6.1%} "
                 f"{found['coverage']:8.1%} {even['coverage']:21.1%}"
             )
-
-
-def regions(rows: pd.DataFrame, timings: pd.DataFrame) -> dict[str, Array]:
-    """Which of `rows` lie in each region to extrapolate to: above half the largest size among `timings`, and at one K."""
-
-    def sizes(frame: pd.DataFrame) -> dict[str, Array]:
-        m, n, k, groups = columns_of(frame)
-        return {"M": m, "N": n, "K": k, "FLOPs": m * n * k * groups}
-
-    largest = {name: size.max() for name, size in sizes(timings).items()}
-    found = {f"largest octave of {name}": size > largest[name] / 2 for name, size in sizes(rows).items()}
-    return {**found, f"K = {UNSEEN_K}": columns_of(rows)[2] == UNSEEN_K}
-
-
-def extrapolation(data: Data) -> None:
-    """Fitted without a region, judged in it."""
-    print(f"\nFitted without a region, timings and launches alike, and judged in it\n{HEAD}")
-    jobs: list[tuple[Any, ...]] = []
-    labels: list[str] = []
-    for name in (name for name in EXTRAPOLATED if name in data.kernels):
-        rows = data.rows[data.rows["kernel"] == name].reset_index(drop=True)
-        launches = None if data.launches is None else data.launches[data.launches["kernel"] == name]
-        quick = {} if launches is None else regions(launches, rows)
-        for region, inside in regions(rows, rows).items():
-            jobs.append((name, rows, inside, None if launches is None else launches[~quick[region]], data.hardware, data.choices))
-            labels.append(f"{name.removeprefix('torch/')}, {region}")
-    for label, result in zip(labels, each(extrapolated, jobs), strict=True):
-        print(line(label, result, None), flush=True)
-
-
-def extrapolated(
-    name: str,
-    rows: pd.DataFrame,
-    inside: npt.NDArray[np.bool_],
-    launches: pd.DataFrame | None,
-    hardware: HardwareSpec,
-    choices: dict[str, Choice],
-) -> dict[str, float]:
-    """Accuracy on a kernel's rows inside a region, learned from those outside and from launches that lie outside, too.
-
-    What the library chooses inside, which takes no measurement, is known.
-    """
-    first, known = learn_first(launches, hardware, [name], choices), rows[~inside]
-    learned = train(name, known, hardware, first.get(name))
-    predicted = predict(learned, name, rows[inside], hardware, measured_range(known))
-    return accuracy(rows["p50_us"].to_numpy()[inside], predicted)
 
 
 def peers(data: Data) -> None:
@@ -396,8 +366,14 @@ def main() -> int:
         learning(data)
     if "unseen" in wanted:
         unseen(data)
+    elif "fresh" in wanted:
+        fresh(data)
     if "extrapolation" in wanted:
-        extrapolation(data)
+        print(f"\nFitted without a region, timings and launches alike, and judged in it\n{HEAD}")
+        for label, result in extrapolation.one_octave(data):
+            print(line(label, result, None), flush=True)
+    if "beyond" in wanted:
+        print(extrapolation.two_octaves(data))
     if "peers" in wanted:
         peers(data)
     return 0

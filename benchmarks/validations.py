@@ -5,6 +5,10 @@
 reads every `loka-sim validate --gpu` document of a folder (data/h200/validations) and prints three tables in Markdown. Errors
 of times after refinement are of shapes that it did not see: the model's own cross-validated, fresh ones never used.
 
+    python benchmarks/validations.py --now [FOLDER]
+
+prints the first of them as the shipped time model, refined by each document's own shapes, would have it now.
+
     python benchmarks/validations.py --swept
 
 prints what the shipped time model's decisions cost over the best of the sweep `zoo`, in which every zoo model's kernels were
@@ -88,6 +92,28 @@ def times(documents: Sequence[dict[str, Any]]) -> str:
             rows.append(cells)
     head = ["shapes", *(text for family in FAMILIES for text in (f"{family}: n", "MAPE", "in 90%"))]
     return markdown(head, rows)
+
+
+def judged_now(document: dict[str, Any]) -> dict[str, Any]:
+    """A document whose times are predicted by the shipped model of its hardware, refined as a validation refines it."""
+    import pandas
+
+    import perfmodel
+    from loka_sim.validation.judge import time_summary
+    from perfmodel.refine import refine
+
+    rows = pandas.DataFrame(document["time"]["rows"]).rename(columns={"measured_us": "p50_us"})
+    base = perfmodel.load(document["settings"]["hardware"])
+    own, fresh = (rows[rows["set"] == which].reset_index(drop=True) for which in ("model", "fresh"))
+    found = refine(base, own)
+    told = []
+    # Cross-validated rows come in an order of their own.
+    for some, after in ((found.rows.assign(set="model"), found.held_out), (fresh, found.model.predict(fresh))):
+        for when, predicted in (("before", base.predict(some)), ("after", after)):
+            names = (f"{when}_us", f"{when}_low_us", f"{when}_high_us")
+            some = some.assign(**{to: predicted[name].to_numpy() for to, name in zip(names, ENDS, strict=True)})
+        told.append(some.rename(columns={"p50_us": "measured_us"}))
+    return {**document, "time": {**document["time"], "summary": time_summary(pandas.concat(told, ignore_index=True))}}
 
 
 def decisions(documents: Sequence[dict[str, Any]]) -> str:
@@ -278,6 +304,7 @@ def steps_now(documents: Sequence[dict[str, Any]]) -> str:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--now", action="store_true", help="times as the shipped model, refined, has them now")
     parser.add_argument("--swept", action="store_true", help="decisions of the shipped time model, priced by the sweep zoo")
     parser.add_argument("--refined", action="store_true", help="times before and after refinement, on shapes of others")
     parser.add_argument("--again", action="store_true", help="second measurements of measured shapes")
@@ -302,6 +329,9 @@ def main() -> int:
         if wanted:
             print(of([document for document in documents if document["time"]]))
             return 0
+    if options.now:
+        print(times([judged_now(document) for document in documents if document["time"]]))
+        return 0
     if options.steps:
         print(steps_now([document for document in documents if document["step"]]))
         return 0
