@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,13 @@ from perfmodel.prediction import bounds_of, octaves_beyond, wider_beyond
 
 Array = npt.NDArray[np.float64]
 
-KERNELS = ("torch/bf16", "torch/fp8_tensorwise_fast", "torch/fp8_rowwise_fast", "torch/fp8_block128", "torch/bf16_batched")
+GEMMS = ("torch/bf16", "torch/fp8_tensorwise_fast", "torch/fp8_rowwise_fast", "torch/fp8_block128", "torch/bf16_batched")
+MEMORY = ("torch/quantize_rowwise", "torch/rmsnorm_forward", "torch/relu_forward", "torch/transpose_e4m3")
+# By these it was not found how wide intervals are there.
+OTHERS = {
+    "other GEMMs": ("torch/fp8_tensorwise_split", "loka/fp8_rowwise_fast", "fbgemm/fp8_rowwise_fast"),
+    "other memory-bound kernels": ("loka/quantize_tensorwise", "loka/quantize_rowwise_dual"),
+}
 UNSEEN_K = 1024
 # Edges of the distances, in octaves, by which coverage is told.
 DISTANCES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
@@ -46,7 +52,7 @@ def one_octave(data: Any) -> Iterator[tuple[str, dict[str, float]]]:
         found = {f"largest octave of {name}": size > largest[name] / 2 for name, size in sizes(frame).items()}
         return {**found, f"K = {UNSEEN_K}": columns_of(frame)[2] == UNSEEN_K}
 
-    for label, rows in _extrapolated(data, regions):
+    for label, rows in _extrapolated(data, GEMMS, regions):
         yield label, accuracy(*(rows[name].to_numpy() for name in ("measured", "predicted")), rows[["low", "high"]].to_numpy())
 
 
@@ -56,39 +62,43 @@ def two_octaves(data: Any) -> str:
     def regions(frame: pd.DataFrame, largest: dict[str, float]) -> dict[str, npt.NDArray[np.bool_]]:
         return {f"two octaves of {name}": sizes(frame)[name] > largest[name] / 4 for name in ("M", "N", "K")}
 
-    rows = pd.concat([found for _, found in _extrapolated(data, regions)], ignore_index=True)
-    off, power = np.log(rows["measured"] / rows["predicted"]), wider_beyond(rows["octaves"].to_numpy())
+    families = {"GEMMs": GEMMS, "memory-bound kernels": MEMORY, **OTHERS}
+    kernels = [name for names in families.values() for name in names]
+    rows = pd.concat([found for _, found in _extrapolated(data, kernels, regions) if len(found)], ignore_index=True)
+    rows = rows[rows["octaves"] > 0].reset_index(drop=True)
+    off, octaves, power = np.log(rows["measured"] / rows["predicted"]), rows["octaves"].to_numpy(), rows["power"].to_numpy()
     ends = np.where(off > 0, np.log(rows["high"] / rows["predicted"]), np.log(rows["low"] / rows["predicted"])) / power
     # 1 on the edge of the interval that holds inside.
-    reach = (off / ends).to_numpy()
-    octaves, error = rows["octaves"].to_numpy(), np.abs(rows["predicted"] / rows["measured"] - 1)
+    reach, error = (off / ends).to_numpy(), np.abs(rows["predicted"] / rows["measured"] - 1).to_numpy()
     lines = ["", "Fitted without the two largest octaves of M, N or K, and judged there, by octaves beyond the rest"]
-    lines.append(f"{'octaves':>14s} {'n':>6s} {'MAPE':>6s} {'covered, as inside':>19s} {'as wide as predicted':>21s}")
-    for low, high in zip(DISTANCES, DISTANCES[1:], strict=False):
-        if (mine := (octaves > low) & (octaves <= high)).any():
-            plain, wide = (reach[mine] <= 1).mean(), (reach <= power)[mine].mean()
-            lines.append(f"{f'{low:g} to {high:g}':>14s} {mine.sum():6d} {error[mine].mean():6.1%} {plain:19.1%} {wide:21.1%}")
-    for name in ("all", *KERNELS):
-        mine = (octaves > 0) & ((rows["kernel"] == name).to_numpy() | (name == "all"))
-        if mine.any():
-            needed = np.quantile((reach[mine] - 1) / octaves[mine], COVERAGE)
-            lines.append(
-                f"{name}: {(reach <= power)[mine].mean():.1%} of {mine.sum()} covered; {needed:.1f} an octave would cover 90%"
-            )
+    head = f"{'':28s} {'octaves':>11s} {'n':>6s} {'MAPE':>6s} {'covered, as wide as inside':>27s} {'as predicted':>13s}"
+    lines.append(f"{head} {'for 90%':>8s}")
+    for family, names in families.items():
+        mine = rows["kernel"].isin(names).to_numpy()
+        for low, high in (*zip(DISTANCES, DISTANCES[1:], strict=False), (0.0, np.inf)):
+            if (some := mine & (octaves > low) & (octaves <= high)).any():
+                plain, wide = (reach[some] <= 1).mean(), (reach <= power)[some].mean()
+                needed = np.quantile((reach[some] - 1) / octaves[some], COVERAGE)
+                distance = f"{low:g} to {high:g}" if np.isfinite(high) else "all"
+                shares = f"{error[some].mean():6.1%} {plain:27.1%} {wide:13.1%}"
+                lines.append(f"{family:28s} {distance:>11s} {some.sum():6d} {shares} {needed:8.1f}")
     return "\n".join(lines)
 
 
-def _extrapolated(data: Any, regions: Any) -> Iterator[tuple[str, pd.DataFrame]]:
+def _extrapolated(data: Any, kernels: Sequence[str], regions: Any) -> Iterator[tuple[str, pd.DataFrame]]:
     """Each kernel's rows in each region, learned without it, with a label."""
     jobs: list[tuple[Any, ...]] = []
     labels: list[str] = []
     entries = perfmodel.load(data.hardware.name).manifest["kernels"]
-    for name in (name for name in KERNELS if name in data.kernels):
+    for name in (name for name in kernels if name in data.kernels):
         rows = data.rows[data.rows["kernel"] == name].reset_index(drop=True)
         launches = None if data.launches is None else data.launches[data.launches["kernel"] == name]
+        launches = None if launches is None or launches.empty else launches
         largest = {of: float(size.max()) for of, size in sizes(rows).items()}
         quick = {} if launches is None else regions(launches, largest)
         for region, inside in regions(rows, largest).items():
+            if not inside.any() or inside.all():
+                continue
             outside = None if launches is None else launches[~quick[region]]
             jobs.append((name, rows, inside, outside, data.hardware, data.choices, entries[name]))
             labels.append(f"{name.removeprefix('torch/')}, {region}")
@@ -111,9 +121,10 @@ def _learned_without(
     first, known = learn_first(launches, hardware, [name], choices), rows[~inside]
     learned, measured = train(name, known, hardware, first.get(name)), measured_range(known)
     predicted, doubt = predict_doubting(learned, name, rows[inside], hardware, measured)
-    octaves = octaves_beyond(columns_of(rows[inside]), measured)
-    low, high = bounds_of(predicted, entry, doubt, octaves).T
+    calls = columns_of(rows[inside])
+    octaves, power = octaves_beyond(calls, measured), wider_beyond(name, calls, measured)
+    low, high = bounds_of(predicted, entry, doubt, power).T
     return pd.DataFrame({
         "kernel": name, "measured": rows["p50_us"].to_numpy()[inside], "predicted": predicted, "low": low, "high": high,
-        "octaves": octaves,
+        "octaves": octaves, "power": power,
     })  # fmt: skip

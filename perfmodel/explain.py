@@ -11,7 +11,7 @@ import pandas as pd
 
 from perfmodel.calls import columns_of
 from perfmodel.model import PerfModel
-from perfmodel.prediction import LAUNCH_FLOOR_US, baseline_us, no_less, octaves_beyond, wider_beyond
+from perfmodel.prediction import LAUNCH_FLOOR_US, baseline_us, no_less, wider_beyond
 from perfmodel.roofline import limits_us
 
 
@@ -130,5 +130,5 @@ def explain(model: PerfModel, row: Mapping[str, Any] | pd.Series) -> Explanation
         {seen.names[index]: float(np.exp(added[index])) for index in order},
         1.0 if abs(ratio - 1) < 1e-4 else float(ratio), outside, bool(possible[0] > learned[0]),
         float(wider[seen.doubt[0]]) if (wider := model.manifest["kernels"][kernel].get("wider_in_doubt")) else 1.0,
-        float(wider_beyond(octaves_beyond(sizes, ranges))[0]),
+        float(wider_beyond(kernel, sizes, ranges)[0]),
     )  # fmt: skip

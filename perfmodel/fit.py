@@ -51,7 +51,7 @@ from perfmodel.learn import Learned, learn_first, measured_range, predict, predi
 from perfmodel.measured import LEAST_US, read_choices, read_launches, read_timings
 from perfmodel.model import PerfModel, choice_file, model_file, network_file
 from perfmodel.parallel import each
-from perfmodel.prediction import bounds_of, octaves_beyond
+from perfmodel.prediction import bounds_of, wider_beyond
 from perfmodel.saved import SCHEMA_VERSION, load, read_spec
 from perfmodel.slim import slim
 from perfmodel.transfer import Start, begin, starts
@@ -102,8 +102,8 @@ def judge(
     for kernel, index in by_kernel.items():
         entry = entries[kernel]
         predicted[index], doubt = predict_doubting(learned[kernel], kernel, rows.iloc[index], hardware, entry["range"])
-        beyond = octaves_beyond(columns_of(rows.iloc[index]), entry["range"])
-        bounds[index] = bounds_of(predicted[index], entry, doubt, beyond)
+        wider = wider_beyond(kernel, columns_of(rows.iloc[index]), entry["range"])
+        bounds[index] = bounds_of(predicted[index], entry, doubt, wider)
     measured = rows["p50_us"].to_numpy()
     return {
         "kernels": {kernel: accuracy(measured[i], predicted[i], bounds[i]) for kernel, i in by_kernel.items()},

@@ -12,6 +12,7 @@ from perfmodel.calls import Sizes
 from perfmodel.choice import Choice, with_choice
 from perfmodel.features import features
 from perfmodel.hardware import HardwareSpec
+from perfmodel.kernels import KERNELS
 from perfmodel.memory_costs import estimated_us
 from perfmodel.network import Network
 from perfmodel.roofline import roofline_us
@@ -24,10 +25,10 @@ LAUNCH_FLOOR_US = 1.0
 ROOFLINE_SHARE = 0.97
 # Edges of the size classes, in microseconds of predicted time, within which intervals are calibrated.
 SIZE_CLASSES_US = (5.0, 20.0, 100.0)
-# By how much, as a power, the interval of a call is wider for each octave by which it is larger than what was measured. Found by
-# leaving two octaves of M, N or K out of five kernels of H200s: one width for all then holds 90% of them (python
-# benchmarks/time_model.py beyond).
-WIDER_BEYOND = 3.1
+# By how much, as a power, an interval is wider for each octave by which a call is larger than what was measured, of GEMMs and of
+# what is bound by memory: it then holds 90% of what lies in two left-out octaves of M, N or K, of nine kernels of torch's on H200s
+# (python benchmarks/time_model.py beyond).
+WIDER_GEMM, WIDER_MEMORY = 3.1, 1.0
 # What the features know of a size's alignment: its remainder by this.
 EDGE_MULTIPLE = 256
 
@@ -75,24 +76,31 @@ def octaves_beyond(sizes: Sizes, measured: Mapping[str, Sequence[float]]) -> Arr
     return np.log2(np.maximum(1.0, np.max(beyond, axis=0)))
 
 
-def wider_beyond(octaves: Array | float) -> Array:
-    """The power of an interval's factors for a call so many `octaves_beyond`."""
-    return np.asarray(1 + WIDER_BEYOND * np.asarray(octaves))
+def wider_beyond(kernel: str, sizes: Sizes, measured: Mapping[str, Sequence[float]]) -> Array:
+    """The power of the interval's factors for how far calls are beyond what was measured, (calls,): 1 where they are not.
+
+    Args:
+        kernel: Which.
+        sizes: As of `octaves_beyond`.
+        measured: Likewise.
+    """
+    each = WIDER_GEMM if "gemm" in KERNELS[kernel].kind else WIDER_MEMORY
+    return np.asarray(1 + each * octaves_beyond(sizes, measured))
 
 
-def bounds_of(time_us: Array, entry: Mapping[str, Any], doubt: npt.NDArray[np.int64], beyond: Array | float = 0.0) -> Array:
+def bounds_of(time_us: Array, entry: Mapping[str, Any], doubt: npt.NDArray[np.int64], wider: Array | float = 1.0) -> Array:
     """Both ends of the 90% intervals of predicted times, (calls, 2).
 
     Args:
         time_us: The times.
         entry: The kernel's, of a manifest: factors by size class, and powers of them by class of doubt where it has a choice.
         doubt: As of `Seen`.
-        beyond: `octaves_beyond`.
+        wider: `wider_beyond`.
     """
     factors = np.asarray(entry["interval_factors"])[size_class(time_us)]
-    power = wider_beyond(beyond)
-    if wider := entry.get("wider_in_doubt"):
-        power = power * np.asarray(wider)[doubt]
+    power = np.asarray(wider)
+    if in_doubt := entry.get("wider_in_doubt"):
+        power = power * np.asarray(in_doubt)[doubt]
     return time_us[:, None] * factors ** np.broadcast_to(power, time_us.shape)[:, None]
 
 

@@ -7,7 +7,7 @@ import pytest
 import perfmodel
 from perfmodel import KERNELS
 from perfmodel.model import PerfModel
-from perfmodel.prediction import WIDER_BEYOND, at_edge, octaves_beyond
+from perfmodel.prediction import WIDER_GEMM, WIDER_MEMORY, at_edge, octaves_beyond
 
 SLACK = 1 / 3  # of `PerfModel.predict`
 GEMMS = ("torch/bf16", "torch/fp8_tensorwise_fast", "torch/fp8_tensorwise_split", "torch/fp8_rowwise_fast", "torch/fp8_block128")
@@ -95,5 +95,6 @@ def test_the_further_beyond_the_wider_the_interval(model, kernel):
         assert (said.wider_beyond > 1) == ("extrapolation, its interval" in said.words())
         assert bool(said.outside) == (octave > 0) and ("outside the measured sizes" in said.words()) == (octave > 0)
     beyond = np.log2(size["m"] / limits["m"][1]) + np.arange(1, 5)
-    np.testing.assert_allclose(powers, [1.0, *(1 + WIDER_BEYOND * beyond)])
+    each = WIDER_GEMM if kernel in GEMMS else WIDER_MEMORY
+    np.testing.assert_allclose(powers, [1.0, *(1 + each * beyond)])
     assert (np.diff(widths[1:]) > 0).all()
