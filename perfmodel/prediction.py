@@ -26,7 +26,7 @@ ROOFLINE_SHARE = 0.97
 # Edges of the size classes, in microseconds of predicted time, within which intervals are calibrated.
 SIZE_CLASSES_US = (5.0, 20.0, 100.0)
 # By how much, as a power, an interval is wider for each octave by which a call is larger than what was measured, of GEMMs and of
-# what is bound by memory: it then holds 90% of what lies in two left-out octaves of M, N or K, of nine kernels of torch's on H200s
+# what is bound by memory: so it holds 90% of what lies in two left-out octaves of M, N or K, of nine kernels of torch's on H200s
 # (python benchmarks/time_model.py beyond).
 WIDER_GEMM, WIDER_MEMORY = 3.1, 1.0
 # What the features know of a size's alignment: its remainder by this.
