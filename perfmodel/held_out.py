@@ -41,9 +41,6 @@ ALIKE_ROWS = 200
 LEAST_RUN = 100
 # A left-out run says how the next will be predicted only where so many rows of other runs remain to learn from.
 LEAST_REST = 300
-# The 90th percentile of how far off held-out GEMMs are falls with this power of the rows learned from: trees without a run know
-# less than those that ship. Median over the GEMMs' kernels on H200s (python benchmarks/time_model.py learning).
-LEARNING = 0.0
 # How much wider, as a power, an interval is for a run left out whole than for shapes held out of known runs, where no kernel's
 # timings tell: the median over torch's kernels on H200s.
 WIDER = 1.06
@@ -174,7 +171,6 @@ class Unseen:
         wider: The power to which each kernel's interval factors are raised: above 1 where folds stand in for runs.
         doubt: Of what the library chooses, by class (`doubts_of`), (rows,); None for none.
         wider_in_doubt: The power of each class.
-        further: By how much further off each row is than by trees that know all rows, as a power (`further_off`), (rows,).
     """
 
     predicted: Array
@@ -182,19 +178,18 @@ class Unseen:
     wider: dict[str, float]
     doubt: npt.NDArray[np.int64] | None = None
     wider_in_doubt: tuple[float, ...] = (1.0,)
-    further: Array | float = 1.0
 
     @property
     def _power(self) -> Array | float:
-        """By how much each row's interval is wider for the doubt, and for what its trees were not shown."""
-        return self.further * (1.0 if self.doubt is None else np.asarray(self.wider_in_doubt)[self.doubt])
+        """By how much each row's interval is wider for the doubt."""
+        return 1.0 if self.doubt is None else np.asarray(self.wider_in_doubt)[self.doubt]
 
     def factors(self, timings: pd.DataFrame, kernel: str, rows: Any, without: Any = ()) -> list[list[float]]:
         """Interval factors of a kernel per size class where nothing is in doubt, from those of its rows that `rows` names.
 
         The profile of its size classes is that of the other kernels of its kind, without the runs that `without` numbers.
         """
-        # As far off as each row would be without doubt, and by all rows.
+        # As far off as each row would be without doubt.
         measured = self.predicted * (timings["p50_us"].to_numpy() / self.predicted) ** (1 / self._power)
         kind = KERNELS[kernel].kind
         known = np.isfinite(self.predicted) & ~np.isin(timings["run"].to_numpy(), without)
@@ -243,33 +238,17 @@ def leave_out_runs(
         several = np.concatenate(list(indices.values()))
         part[several] = run[several]
         predicted[several] = held_out(timings.iloc[several], hardware, first, run[several])
-    further, by_folds = further_off(timings, part), further_off(timings, folds_of(timings))
     for kernel, index in indices.items():
         both = np.isfinite(by_fold[index]) & np.isfinite(predicted[index])
-        pairs = ((predicted, further), (by_fold, by_folds))
-        widths = [np.quantile(np.abs(np.log(measured[index] / p[index]) / more[index])[both], COVERAGE) for p, more in pairs]
+        widths = [np.quantile(np.abs(np.log(measured[index] / p[index]))[both], COVERAGE) for p in (predicted, by_fold)]
         ratios[kernel] = float(widths[0] / widths[1])
     usual = max(1.0, float(np.median(list(ratios.values())))) if ratios else WIDER
     print(f"runs left out whole: intervals wider by a power of {usual:.2f}, the median of {len(ratios)} kernels", file=sys.stderr)
     wider = {str(kernel): 1.0 if kernel in ratios else usual for kernel in timings["kernel"].unique()}
     doubt = doubts_of(timings, hardware, first or {})
-    in_doubt = wider_in_doubt(timings["kernel"].to_numpy(), np.abs(np.log(measured / predicted)) / further, doubt)
+    in_doubt = wider_in_doubt(timings["kernel"].to_numpy(), np.abs(np.log(measured / predicted)), doubt)
     print(f"in doubt of the kernel chosen: wider by a power of {', '.join(f'{w:.2f}' for w in in_doubt)}", file=sys.stderr)
-    return Unseen(predicted, part, wider, doubt, in_doubt, further)
-
-
-def further_off(timings: pd.DataFrame, part: npt.NDArray[np.int64]) -> Array:
-    """By how much further off rows are by trees that did not see their part than by trees that saw all, as a power, (rows,).
-
-    Args:
-        timings: Careful timings.
-        part: What was left out together, of each kernel by itself.
-    """
-    kernel = timings["kernel"].to_numpy()
-    own, every = (timings.groupby(by)["kernel"].transform("size").to_numpy() for by in ([kernel, part], [kernel]))
-    learning = np.array([LEARNING if "gemm" in KERNELS[name].kind else 0.0 for name in kernel])
-    # A kernel of one part has nothing left; it is not judged.
-    return np.maximum(1 - own / every, 1 / len(timings)) ** -learning
+    return Unseen(predicted, part, wider, doubt, in_doubt)
 
 
 def doubts_of(timings: pd.DataFrame, hardware: HardwareSpec, first: Mapping[str, Learned | Start]) -> npt.NDArray[np.int64]:

@@ -104,33 +104,6 @@ def test_factors_in_a_manifest_give_the_same_intervals():
     assert (sure[fresh.doubt == 2, 1] < bounds[fresh.doubt == 2, 1]).all()
 
 
-def test_intervals_are_of_trees_that_know_all_rows(monkeypatch):
-    """Runs of unequal sizes, each off by as much more as its trees knew less: a run to come is off by 0.1."""
-    monkeypatch.setattr(held_out, "LEARNING", 0.4)
-    rows, fresh = a_model_of((0.1, 0.1, 0.1), 30_000)
-    rows["run"] = part = np.searchsorted([18_000, 24_000], np.arange(30_000), side="right")
-    further = held_out.further_off(rows, part)
-    expected = np.array([12, 24, 24])[part] / 30
-    np.testing.assert_allclose(further, expected**-0.4)
-    rows["p50_us"] = fresh.predicted * np.exp(0.1 * further * np.random.default_rng(6).standard_normal(len(rows)))
-    whole = held_out.Unseen(fresh.predicted, part, fresh.wider, further=further)
-    to_come = fresh.predicted * np.exp(0.1 * np.random.default_rng(7).standard_normal(len(rows)))
-    entry = {"interval_factors": whole.factors(rows, KERNEL, np.arange(len(rows)))}
-    bounds = bounds_of(fresh.predicted, entry, np.zeros(len(rows), dtype=int))
-    assert ((to_come >= bounds[:, 0]) & (to_come <= bounds[:, 1])).mean() == pytest.approx(0.9, abs=0.01)
-    # The left-out runs themselves are judged by what their trees knew.
-    bounds, measured = whole.bounds(rows), rows["p50_us"].to_numpy()
-    inside = (measured >= bounds[:, 0]) & (measured <= bounds[:, 1])
-    assert [inside[part == number].mean() for number in range(3)] == pytest.approx([0.9] * 3, abs=0.015)
-
-
-def test_memory_bound_kernels_learn_nothing_from_more_rows():
-    rows = pd.DataFrame({"kernel": ["torch/relu_forward"] * 6 + [KERNEL] * 4})
-    further = held_out.further_off(rows, np.array([0, 0, 0, 1, 1, 1, 0, 1, 1, 1]))
-    assert (further[:6] == 1).all()
-    np.testing.assert_allclose(further[6:], np.array([0.75, 0.25, 0.25, 0.25]) ** -held_out.LEARNING)
-
-
 def test_few_rows_in_doubt_widen_nothing():
     off, doubt = np.full(200, 0.1), np.repeat([0, 4], [190, 10])
     off[doubt > 0] = 9.0
