@@ -39,8 +39,9 @@ LEAST_LEARNED, LEAST_LEARNED_ON = 40, 20
 ALIKE_ROWS = 200
 # A kernel's runs of fewer rows are left out together.
 LEAST_RUN = 100
-# A left-out run says how the next will be predicted only where so many rows of other runs remain to learn from.
-LEAST_REST = 300
+# A left-out run says how the next will be predicted only where so many rows of other runs remain to learn from, and at least
+# this share of all: trees without most of what is known say what few know.
+LEAST_REST, LEAST_SHARE = 300, 0.5
 # How much wider, as a power, an interval is for a run left out whole than for shapes held out of known runs, where no kernel's
 # timings tell: the median over torch's kernels on H200s.
 WIDER = 1.06
@@ -167,29 +168,31 @@ class Unseen:
 
     Attributes:
         predicted: Times by trees that saw nothing of the row's part, (rows,).
-        part: What was left out with the row, (rows,): its run, or where too little remained without that its fold of shapes.
-        wider: The power to which each kernel's interval factors are raised: above 1 where folds stand in for runs.
+        part: What was left out with the row, (rows,): its run, or where too little remained without that its fold of shapes,
+            a number below 0.
+        wider: By how much further off, as a power, the row would be with its run left out whole, (rows,): above 1 where a fold
+            stands in for it.
         doubt: Of what the library chooses, by class (`doubts_of`), (rows,); None for none.
         wider_in_doubt: The power of each class.
     """
 
     predicted: Array
     part: npt.NDArray[np.int64]
-    wider: dict[str, float]
+    wider: Array | float = 1.0
     doubt: npt.NDArray[np.int64] | None = None
     wider_in_doubt: tuple[float, ...] = (1.0,)
 
     @property
     def _power(self) -> Array | float:
-        """By how much each row's interval is wider for the doubt."""
-        return 1.0 if self.doubt is None else np.asarray(self.wider_in_doubt)[self.doubt]
+        """By how much each row's interval is wider for the doubt, and narrower where a fold stands in for its run."""
+        return (1.0 if self.doubt is None else np.asarray(self.wider_in_doubt)[self.doubt]) / self.wider
 
     def factors(self, timings: pd.DataFrame, kernel: str, rows: Any, without: Any = ()) -> list[list[float]]:
         """Interval factors of a kernel per size class where nothing is in doubt, from those of its rows that `rows` names.
 
         The profile of its size classes is that of the other kernels of its kind, without the runs that `without` numbers.
         """
-        # As far off as each row would be without doubt.
+        # As far off as each row would be without doubt, of a run left out whole.
         measured = self.predicted * (timings["p50_us"].to_numpy() / self.predicted) ** (1 / self._power)
         kind = KERNELS[kernel].kind
         known = np.isfinite(self.predicted) & ~np.isin(timings["run"].to_numpy(), without)
@@ -198,8 +201,7 @@ class Unseen:
             for name, index in timings.groupby("kernel").indices.items()
             if name != kernel and KERNELS[str(name)].kind == kind and len(i := np.asarray(index)[known[index]]) >= LEAST_ROWS
         ]
-        found = interval_factors(measured[rows], self.predicted[rows], class_profile(others) if others else None)
-        return [[float(bound ** self.wider[kernel]) for bound in pair] for pair in found]
+        return interval_factors(measured[rows], self.predicted[rows], class_profile(others) if others else None)
 
     def bounds(self, timings: pd.DataFrame) -> Array:
         """Ends of each row's interval, (rows, 2), from the errors of other parts alone; NaN where there are none.
@@ -229,26 +231,32 @@ def leave_out_runs(
         first: As of `held_out`.
         by_fold: Times as predicted by folds of shapes, for kernels of which too little remains without one of their runs.
     """
-    part, predicted, measured = folds_of(timings), by_fold.copy(), timings["p50_us"].to_numpy()
-    run = runs_of(timings)
-    ratios: dict[str, float] = {}
-    indices = {str(kernel): np.asarray(rows) for kernel, rows in timings.groupby("kernel").indices.items()}
-    indices = {kernel: i for kernel, i in indices.items() if len(i) - np.bincount(run[i]).max() >= LEAST_REST}
-    if indices:
-        several = np.concatenate(list(indices.values()))
-        part[several] = run[several]
-        predicted[several] = held_out(timings.iloc[several], hardware, first, run[several])
-    for kernel, index in indices.items():
-        both = np.isfinite(by_fold[index]) & np.isfinite(predicted[index])
-        widths = [np.quantile(np.abs(np.log(measured[index] / p[index]))[both], COVERAGE) for p in (predicted, by_fold)]
-        ratios[kernel] = float(widths[0] / widths[1])
-    usual = max(1.0, float(np.median(list(ratios.values())))) if ratios else WIDER
-    print(f"runs left out whole: intervals wider by a power of {usual:.2f}, the median of {len(ratios)} kernels", file=sys.stderr)
-    wider = {str(kernel): 1.0 if kernel in ratios else usual for kernel in timings["kernel"].unique()}
+    part, predicted, measured, run = -1 - folds_of(timings), by_fold.copy(), timings["p50_us"].to_numpy(), runs_of(timings)
+    kernel = timings["kernel"].to_numpy()
+    own, every = (timings.groupby(by)["kernel"].transform("size").to_numpy() for by in ([kernel, run], [kernel]))
+    whole = every - own >= np.maximum(LEAST_REST, LEAST_SHARE * every)
+    ratios: dict[str, list[float]] = {}
+    if whole.any():
+        some = np.isin(kernel, np.unique(kernel[whole]))
+        predicted[some] = held_out(timings[some], hardware, first, np.where(whole, run, -1)[some])
+        part, predicted = np.where(whole, run, part), np.where(whole, predicted, by_fold)
+    for name in np.unique(kernel[whole]):
+        both = whole & (kernel == name) & np.isfinite(by_fold) & np.isfinite(predicted)
+        widths = [np.quantile(np.abs(np.log(measured / p))[both], COVERAGE) for p in (predicted, by_fold)]
+        ratios.setdefault(_family(str(name)), []).append(float(widths[0] / widths[1]))
+    usual = {family: max(1.0, float(np.median(found))) for family, found in ratios.items()}
+    said = ", ".join(f"{power:.2f} ({family}, {len(ratios[family])} kernels)" for family, power in usual.items()) or "unknown"
+    print(f"runs left out whole: intervals wider by a power of {said}", file=sys.stderr)
+    wider = np.where(whole, 1.0, np.array([usual.get(_family(name), WIDER) for name in kernel]))
     doubt = doubts_of(timings, hardware, first or {})
     in_doubt = wider_in_doubt(timings["kernel"].to_numpy(), np.abs(np.log(measured / predicted)), doubt)
     print(f"in doubt of the kernel chosen: wider by a power of {', '.join(f'{w:.2f}' for w in in_doubt)}", file=sys.stderr)
     return Unseen(predicted, part, wider, doubt, in_doubt)
+
+
+def _family(kernel: str) -> str:
+    """Kernels whose runs differ alike: GEMMs of any kind, quantizers, others."""
+    return "GEMMs" if "gemm" in KERNELS[kernel].kind else KERNELS[kernel].kind
 
 
 def doubts_of(timings: pd.DataFrame, hardware: HardwareSpec, first: Mapping[str, Learned | Start]) -> npt.NDArray[np.int64]:

@@ -37,7 +37,7 @@ def a_model_of(spread_by_run: tuple[float, ...], count: int = 20_000) -> tuple[p
     predicted = np.exp(generator.uniform(0, 7, count))
     spread = np.array(spread_by_run)[run] * np.where(predicted < 20, 1.0, 0.1)
     rows["p50_us"] = predicted * np.exp(spread * generator.standard_normal(count))
-    return rows, held_out.Unseen(predicted, held_out.runs_of(rows), {KERNEL: 1.0})
+    return rows, held_out.Unseen(predicted, held_out.runs_of(rows))
 
 
 def test_intervals_of_other_runs_cover_their_share_in_every_class():
@@ -60,13 +60,15 @@ def test_a_runs_own_errors_do_not_reach_its_intervals():
 
 
 def test_folds_stand_in_for_the_runs_of_a_kernel_measured_once():
-    """Its intervals are as much wider as left-out runs of other kernels asked for."""
+    """Its intervals are as much wider as left-out runs of other kernels asked for; its folds are judged by theirs."""
     rows, fresh = a_model_of((0.1,))
     index = np.arange(len(rows))
-    wider = held_out.Unseen(fresh.predicted, held_out.folds_of(rows), {KERNEL: 1.5})
+    wider = held_out.Unseen(fresh.predicted, held_out.folds_of(rows), 1.5)
     narrow, wide = (np.log(np.array(some.factors(rows, KERNEL, index))) for some in (fresh, wider))
     np.testing.assert_allclose(wide, 1.5 * narrow)
-    assert np.isnan(fresh.bounds(rows)).all() and np.isfinite(wider.bounds(rows)).all()
+    assert np.isnan(fresh.bounds(rows)).all()
+    bounds, measured = wider.bounds(rows), rows["p50_us"].to_numpy()
+    assert ((measured >= bounds[:, 0]) & (measured <= bounds[:, 1])).mean() == pytest.approx(0.9, abs=0.01)
 
 
 def in_doubt(count: int = 40_000) -> tuple[pd.DataFrame, held_out.Unseen]:
@@ -85,7 +87,7 @@ def test_what_is_in_doubt_is_wider_by_as_much_as_it_is_further_off():
     assert fresh.wider_in_doubt == pytest.approx((1.0, 1.0, 2.0, 2.0, 2.0), abs=0.05)
     bounds, measured = fresh.bounds(rows), rows["p50_us"].to_numpy()
     inside = (measured >= bounds[:, 0]) & (measured <= bounds[:, 1])
-    blind = held_out.Unseen(fresh.predicted, fresh.part, fresh.wider).bounds(rows)
+    blind = held_out.Unseen(fresh.predicted, fresh.part).bounds(rows)
     as_one = (measured >= blind[:, 0]) & (measured <= blind[:, 1])
     for number in (0, 2):
         mine = fresh.doubt == number
@@ -129,6 +131,24 @@ def test_left_out_runs_are_predicted_without_them_and_their_shapes(monkeypatch):
     for learned, test in seen:
         assert test["run"].nunique() == 1 and not set(learned["run"]) & set(test["run"])
         assert not set(map(tuple, learned[SHAPE].to_numpy())) & set(map(tuple, test[SHAPE].to_numpy()))
+
+
+def test_a_run_with_most_of_the_rows_is_not_left_out_whole(monkeypatch):
+    """Trees without it would say what few rows teach: its shapes are held out fold by fold, and count as those of a run."""
+    monkeypatch.setattr(held_out, "train", lambda kernel, rows, hardware, first: rows)
+    monkeypatch.setattr(
+        held_out, "predict", lambda learned, kernel, rows, hardware: 10.0 * np.exp(np.where(rows["run"] == 1, 0.2, 0.1))
+    )
+    rows = shapes(3000, 1).assign(p50_us=10.0)
+    rows["run"] = np.searchsorted([1700, 2300], np.arange(len(rows)), side="right")
+    by_fold = np.full(len(rows), 10.0 * np.exp(0.1))
+    found = held_out.leave_out_runs(rows, perfmodel.load("h200").hardware, None, by_fold)
+    assert len(rows) > 2600 and (found.part < 0).sum() == 1700 and set(found.part[1700:]) == {1, 2}
+    np.testing.assert_array_equal(found.predicted[:1700], by_fold[:1700])
+    np.testing.assert_allclose(np.log(found.predicted[1700:] / 10), np.where(found.part[1700:] == 1, 0.2, 0.1))
+    # Nine in ten of what is left out whole lie within twice what the same rows by folds do.
+    assert (found.wider[1700:] == 1).all()
+    np.testing.assert_allclose(found.wider[:1700], 2.0)
 
 
 def test_small_runs_are_left_out_together():
