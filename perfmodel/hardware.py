@@ -63,10 +63,9 @@ def load(name: str) -> HardwareSpec:
     Raises:
         ValueError: there are no data for it; the message lists what there is.
     """
-    path = data_folder() / name / FILE
     if name not in available():
         raise ValueError(f"hardware {name!r} has no data; choose one of: {', '.join(available())}")
-    return HardwareSpec.of(json.loads(path.read_text()))
+    return HardwareSpec.of(json.loads((data_folder() / name / FILE).read_text()))
 
 
 def nearest(

@@ -1,5 +1,6 @@
 """Which shipped GPU serves another one, and what its data say of that."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -35,6 +36,9 @@ def test_the_nearest_gpu_is_itself_or_one_with_a_memory_like_its_own(two_gpus, k
 
 
 def test_what_is_not_there_is_named_with_what_is(two_gpus):
+    for other in (None, 3, "H200", "", "../data/h200"):
+        with pytest.raises(ValueError, match=re.escape(f"hardware {other!r} has no data; choose one of: h100, h200")):
+            hardware.load(other)
     with pytest.raises(ValueError, match="hardware 'a100' has no data; choose one of: h100, h200$"):
         hardware.load("a100")
     for load in (fused.load, in_step.load):
