@@ -142,14 +142,25 @@ class Choice:
         return self.kernels[kernel], (chance[:, None] < DOUBT).sum(axis=1)
 
     def _likeliest(self, values: npt.NDArray[np.float32]) -> tuple[Codes, npt.NDArray[np.floating]]:
-        """Of each row the kernel of the largest sum, by number, and its probability: 0 where it is not the best tile and rest."""
+        """Of each row the kernel of the largest sum, by number, and its probability: 0 where it is not the best tile and rest.
+
+        Overwrites the values: another array as large would take longer to get than to fill.
+        """
         tile, rest, table = self._numbers
         tiles, rests = np.split(values, [len(table)], axis=1)
         # The best tile and the best rest are the best kernel wherever there is one of both.
-        kernel = table[tiles.argmax(axis=1), rests.argmax(axis=1)]
-        chance = np.where(kernel < 0, 0.0, _chance(tiles) * _chance(rests))
-        if len(apart := np.flatnonzero(kernel < 0)):
-            kernel[apart] = (tiles[np.ix_(apart, tile)] + rests[np.ix_(apart, rest)]).argmax(axis=1)
+        best = tiles.argmax(axis=1), rests.argmax(axis=1)
+        kernel = table[best]
+        apart = np.flatnonzero(kernel < 0)
+        if len(apart):
+            both = values[apart]
+            kernel[apart] = (both.take(tile, axis=1) + both.take(len(table) + rest, axis=1)).argmax(axis=1)
+        # As the network was trained, a softmax of each half.
+        for half, number in zip((tiles, rests), best, strict=True):
+            half -= np.take_along_axis(half, number[:, None], axis=1)
+        np.exp(values, out=values)
+        chance = 1 / tiles.sum(axis=1) * (1 / rests.sum(axis=1))
+        chance[apart] = 0.0
         return kernel, chance
 
     def save(self) -> bytes:
@@ -174,11 +185,6 @@ class Choice:
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError("the choice is damaged") from error
         return cls(network, kernels)
-
-
-def _chance(values: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
-    """Probability of each row's largest value, as the network was trained: a softmax."""
-    return 1 / np.exp(values - values.max(axis=1, keepdims=True)).sum(axis=1)
 
 
 def vocabulary(kernels: Codes) -> list[tuple[Codes, Codes]]:
