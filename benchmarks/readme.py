@@ -83,7 +83,7 @@ def main() -> int:
     ):
         page, before = page_of(name), f"<!-- {name} -->\n```\n"
         old = before + block(name)
-        page.write_text(page.read_text().replace(old, before + make().strip() + ("" if block(name) else "\n")))
+        page.write_text(page.read_text().replace(old, before + make().strip("\n") + ("" if block(name) else "\n")))
     return 0
 
 

@@ -104,7 +104,7 @@ def line(name: str, result: dict[str, float], regret: dict[str, float] | None) -
     )
 
 
-HEAD = f"{'':38s} {'n':>5s} {'MAPE':>6s} {'median':>7s} {'p90':>6s} {'worst':>6s} {'covered':>8s} {'regret':>8s}"
+HEAD = f"{'kernel':38s} {'n':>5s} {'MAPE':>6s} {'median':>7s} {'p90':>6s} {'worst':>6s} {'covered':>8s} {'regret':>8s}"
 
 
 def accuracy_table(rows: pd.DataFrame, predicted: Array, bounds: Array | None, title: str) -> None:

@@ -26,24 +26,24 @@ def numbers(text):
 
 def test_first_screen(readme):
     """Same words, same figures to a percent: another processor may round the last digit otherwise."""
-    stated, printed = readme.block("whatif"), readme.first_screen().strip()
+    stated, printed = readme.block("whatif"), readme.first_screen().strip("\n")
     assert NUMBER.sub("0", re.sub("[ █]+", " ", stated)) == NUMBER.sub("0", re.sub("[ █]+", " ", printed))
     assert numbers(stated) == pytest.approx(numbers(printed), rel=0.01, abs=0.011)
 
 
 def test_accuracy_of_the_time_model(readme):
-    assert readme.block("fit") == readme.accuracy().strip()
+    assert readme.block("fit") == readme.accuracy().strip("\n")
 
 
 def test_the_time_model_on_fresh_shapes(readme):
     """Same words, same figures but for a row at an edge: another processor's matrix products end in other bits."""
-    stated, printed = readme.block("fresh"), readme.fresh().strip()
+    stated, printed = readme.block("fresh"), readme.fresh().strip("\n")
     assert NUMBER.sub("0", re.sub(" +", " ", stated)) == NUMBER.sub("0", re.sub(" +", " ", printed))
     assert numbers(stated) == pytest.approx(numbers(printed), rel=0.02, abs=0.11)
 
 
 def test_what_is_emulated_exactly(readme):
-    assert readme.block("exactness") == readme.exactness().strip()
+    assert readme.block("exactness") == readme.exactness().strip("\n")
 
 
 def test_every_verb_in_the_readme_exists():
