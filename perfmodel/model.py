@@ -157,7 +157,9 @@ class PerfModel:
         ratio = seen.smooth + self.learned(kernel)[1].predict(seen.matrix).astype(np.float64)
         learned = baseline_us(kernel, *sizes, self.hardware, self.planned(kernel)) * np.exp(ratio)
         time = no_less(learned, kernel, sizes, self.hardware, self.least_us(kernel))
-        return np.column_stack([time, bounds_of(time, entry, seen.doubt, wider_beyond(kernel, sizes, entry["range"]))])
+        low, high = bounds_of(time, entry, seen.doubt, wider_beyond(kernel, sizes, entry["range"])).T
+        # However little is known of a call, it does not beat the roofline.
+        return np.column_stack([time, no_less(low, kernel, sizes, self.hardware, 0.0), high])
 
     @overload
     def predict(self, frame: pd.DataFrame) -> pd.DataFrame: ...
