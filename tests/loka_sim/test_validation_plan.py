@@ -42,8 +42,10 @@ def test_whole_sites_come_one_after_another_the_most_valuable_first(answer):
     }
     value = {shape: sum(work.worth_us[key] for key in keys) for shape, keys in needed.items()}
     sites = sorted((shape for shape in value if value[shape] > 0), key=lambda shape: -value[shape])
-    assert len(sites) > 3 and len(set(value[shape] for shape in sites)) == len(sites)
-    for number in range(1, len(sites) + 1):
+    # Of sites that are worth as much, as where all that is worth knowing is an operand of both, either may come first.
+    ends = [number for number in range(1, len(sites)) if value[sites[number]] < value[sites[number - 1]]]
+    assert len(ends) > 3
+    for number in (*ends, len(sites)):
         keys = set().union(*(needed[shape] for shape in sites[:number]))
         for family in ("gemm", "memory"):
             some = {shape for kind, shape in keys if kind == family}
