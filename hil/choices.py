@@ -340,7 +340,7 @@ def _go_on(linear: Sequence[Any], start: Choice, kernels: npt.NDArray[np.int64])
             layer.bias.copy_(torch.from_numpy(bias.copy()))
 
 
-def _judged(folder: Path) -> dict[str, Any]:
+def judged(folder: Path) -> dict[str, Any]:
     """What a folder's sidecar says of each kernel; nothing where it is not there or damaged."""
     try:
         return dict(json.loads((folder / SIDECAR).read_text())["kernels"])
@@ -348,10 +348,20 @@ def _judged(folder: Path) -> dict[str, Any]:
         return {}
 
 
+def write(folder: Path, kernel: str, choice: Choice, entry: dict[str, Any]) -> None:
+    """Put a kernel's network into a folder, in the place of an earlier one, and into the sidecar what is said of it."""
+    (folder / NETWORKS).mkdir(parents=True, exist_ok=True)
+    data = gzip.compress(choice.save(), 9, mtime=0)
+    write_atomic(folder / NETWORKS / choice_file(kernel), partial(Path.write_bytes, data=data))
+    method = "kernels of captured calls by name, told by networks; see hil/choices.py"
+    document = {"schema_version": 2, "method": method, "kernels": {**judged(folder), kernel: entry}}
+    write_atomic(folder / SIDECAR, partial(Path.write_text, data=json.dumps(document, indent=1) + "\n"))
+
+
 def unanswered(folder: Path) -> tuple[str, ...]:
     """Those of `KERNELS_ASKED` of which a folder has no network, or none that its sidecar knows."""
-    judged = _judged(folder)
-    return tuple(name for name in KERNELS_ASKED if name not in judged or not (folder / NETWORKS / choice_file(name)).is_file())
+    known = judged(folder)
+    return tuple(name for name in KERNELS_ASKED if name not in known or not (folder / NETWORKS / choice_file(name)).is_file())
 
 
 def _choice_of(model: PerfModel, kernel: str) -> Choice | None:
@@ -456,18 +466,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.epochs < 1:
         return 0
     rows = pd.concat([rows, *earlier]).drop_duplicates(["kernel", *_SHAPE])
-    folder, judged = options.out / NETWORKS, _judged(options.out)
-    folder.mkdir(parents=True, exist_ok=True)
     command = f"python -m hil.choices {shlex.join(arguments if arguments is not None else sys.argv[1:])}"
     where = fingerprint() if torch.cuda.is_available() else {}
     learned = _learned(rows, kernels, spec, options.epochs, options.width, options.learners, start, options.rate)
     for kernel, choice, scores in learned:
-        write_atomic(folder / choice_file(kernel), partial(Path.write_bytes, data=gzip.compress(choice.save(), 9, mtime=0)))
         print(f"{kernel}: {scores}, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
-        judged[kernel] = {"command": command, **where, **scores}
-        method = "kernels of captured calls by name, told by networks; see hil/choices.py"
-        document = {"schema_version": 2, "method": method, "kernels": judged}
-        write_atomic(options.out / SIDECAR, partial(Path.write_text, data=json.dumps(document, indent=1) + "\n"))
+        write(options.out, kernel, choice, {"command": command, **where, **scores})
     return 0
 
 

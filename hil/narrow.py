@@ -11,15 +11,12 @@ those of `gemm.parquet`, and keeps what was said of the wide one.
 
 from __future__ import annotations
 
-import gzip
-import json
 import multiprocessing
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +24,13 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from hil.choices import DECAY, HELD_OUT, KERNELS_ASKED, NETWORKS, SIDECAR, shapes_to_ask
+from hil.choices import DECAY, HELD_OUT, KERNELS_ASKED, judged, shapes_to_ask, write
 from hil.command import Parser
-from hil.files import write_atomic
 from perfmodel.calls import columns_of
 from perfmodel.choice import Choice, asked, vocabulary
 from perfmodel.hardware import HardwareSpec
+from perfmodel.judge import SHAPE
 from perfmodel.measured import read_choices
-from perfmodel.model import choice_file
 from perfmodel.network import Layers, Network, rectified, single_threaded
 from perfmodel.saved import read_spec
 
@@ -43,7 +39,6 @@ BATCH, RATE = 2048, 1e-3
 _WEIGHED, _RIDGE = 40_000, 1e-6
 # Of the steps the last share is of full precision; the others multiply in bfloat16.
 _PRECISE = 0.05
-_SHAPE = ["m", "n", "k", "groups"]
 
 
 def drawn(kernel: str, count: int, seed: int, workers: int = 1) -> pd.DataFrame:
@@ -56,7 +51,7 @@ def drawn(kernel: str, count: int, seed: int, workers: int = 1) -> pd.DataFrame:
         with multiprocessing.get_context("spawn").Pool(workers) as pool:
             found = pool.starmap(_drawn, jobs, chunksize=1)
     shapes = np.unique(np.concatenate(found), axis=0)
-    return pd.DataFrame(np.random.default_rng(seed).permutation(shapes), columns=_SHAPE)
+    return pd.DataFrame(np.random.default_rng(seed).permutation(shapes), columns=SHAPE)
 
 
 def _drawn(kernel: str, count: int, seed: list[int]) -> npt.NDArray[np.int64]:
@@ -190,10 +185,10 @@ def narrowed(
     matrix = _asked(kernel, shapes, hardware)
     small = Choice(pruned(teacher.network, matrix[held_out : held_out + _WEIGHED], width), teacher.kernels)
     choice = taught(small, teacher, matrix[held_out:], epochs)
-    judged = {"drawn": matrix[:held_out], **({} if careful is None else {"careful": _asked(kernel, careful, hardware)})}
+    rows = {"drawn": matrix[:held_out], **({} if careful is None else {"careful": _asked(kernel, careful, hardware)})}
     found = {
         name: {"shapes": len(some), "alike": _alike(choice, teacher, some), "alike_before_teaching": _alike(small, teacher, some)}
-        for name, some in judged.items()
+        for name, some in rows.items()
     }
     return choice, {"width": width, "taught": len(shapes) - held_out, "epochs": epochs, **found}
 
@@ -221,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--width and --epochs are at least 1, --draws at least 100")
     began, timings = time.time(), options.out / "gemm.parquet"
     command = f"python -m hil.narrow {shlex.join(arguments if arguments is not None else sys.argv[1:])}"
-    careful = pd.read_parquet(timings, columns=["kernel", *_SHAPE]) if timings.is_file() else None
+    careful = pd.read_parquet(timings, columns=["kernel", *SHAPE]) if timings.is_file() else None
     for kernel in wanted:
         widest = max(biases.size for _, biases in choices[kernel].network.layers[:-1])
         if widest <= options.width:
@@ -229,15 +224,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         shapes = drawn(kernel, options.draws, options.seed, options.workers)
         print(f"{kernel}: {len(shapes)} shapes, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
-        mine = None if careful is None else careful[careful["kernel"] == kernel][_SHAPE].drop_duplicates()
+        mine = None if careful is None else careful[careful["kernel"] == kernel][SHAPE].drop_duplicates()
         choice, scores = narrowed(kernel, choices[kernel], shapes, mine, hardware, options.width, options.epochs)
         print(f"{kernel}: {scores}, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
-        path = options.out / NETWORKS / choice_file(kernel)
-        write_atomic(path, partial(Path.write_bytes, data=gzip.compress(choice.save(), 9, mtime=0)))
-        sidecar = options.out / SIDECAR
-        document = json.loads(sidecar.read_text())
-        document["kernels"][kernel] = {"command": command, **scores, "wide": document["kernels"][kernel]}
-        write_atomic(sidecar, partial(Path.write_text, data=json.dumps(document, indent=1) + "\n"))
+        write(options.out, kernel, choice, {"command": command, **scores, "wide": judged(options.out).get(kernel)})
     return 0
 
 
