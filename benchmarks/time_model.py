@@ -113,8 +113,7 @@ def accuracy_table(rows: pd.DataFrame, predicted: Array, bounds: Array | None, t
     measured = rows["p50_us"].to_numpy()
     for name in (name for name in KERNELS if (rows["kernel"] == name).any()):
         mine = (rows["kernel"] == name).to_numpy()
-        fp8 = name in GEMM_KERNELS and KERNELS[name].is_fp8
-        regret = choice_regret(rows, predicted, ("torch/bf16", name)) if fp8 else None
+        regret = fit.regret_beside_bf16(rows, predicted, name)
         print(line(name, accuracy(measured[mine], predicted[mine], None if bounds is None else bounds[mine]), regret))
     choices(rows, predicted)
 
@@ -222,7 +221,7 @@ def fresh(data: Data) -> None:
     for name in dict.fromkeys(family(name) for name in KERNELS):
         mine = families == name
         if mine.any():
-            regret = choice_regret(rows, predicted, (fit.BF16, name)) if name in GEMM_KERNELS and KERNELS[name].is_fp8 else None
+            regret = fit.regret_beside_bf16(rows, predicted, name)
             print(line(name, accuracy(rows["p50_us"].to_numpy()[mine], predicted[mine], bounds[mine]), regret).rstrip())
     choices(rows, predicted)
 

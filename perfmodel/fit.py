@@ -76,7 +76,6 @@ NEVER_SEEN = {
     "blind_memory2": "held_out_blind_memory2",
     "blind_memory3": "held_out_blind_memory3",
 }
-BF16 = "torch/bf16"
 TORCH_GEMMS = tuple(name for name in GEMM_KERNELS if library_of(name) == "torch")
 HELD_OUT_SWEEPS = (*NEVER_SEEN, "repeat", "again")
 # A kernel with fewer rows is left out; one that another GPU's model knows needs fewer.
@@ -206,7 +205,7 @@ def fit(
             "choice": mine.choice is not None,
             "planned": True,
             "least_us": mine.least_us,
-            **({} if (regret := _regret(timings, predicted, kernel)) is None else {"regret": regret}),
+            **({"regret": beside["geomean"]} if (beside := regret_beside_bf16(timings, predicted, kernel)) else {}),
             "range": _range(rows, begun.manifest["kernels"].get(kernel) if begun else None),
         }
     judged = {
@@ -238,12 +237,11 @@ def fit(
     return manifest
 
 
-def _regret(timings: pd.DataFrame, predicted: np.ndarray, kernel: str) -> float | None:
-    """What choosing between bf16 and an FP8 GEMM costs over the faster one; None where there is no such choice."""
+def regret_beside_bf16(timings: pd.DataFrame, predicted: np.ndarray, kernel: str) -> dict[str, float] | None:
+    """What choosing between bf16 and an FP8 GEMM costs over the faster one (`choice_regret`); None where nothing is to choose."""
     if kernel not in GEMM_KERNELS or not KERNELS[kernel].is_fp8:
         return None
-    found = choice_regret(timings, predicted, (BF16, kernel))
-    return None if found is None else found["geomean"]
+    return choice_regret(timings, predicted, ("torch/bf16", kernel))
 
 
 def _range(rows: pd.DataFrame, begun: dict[str, Any] | None) -> dict[str, list[float]]:
