@@ -26,10 +26,11 @@ from unittest import mock
 
 import torch
 
+from hil.candidates import locked_autotune
 from hil.fingerprint import fingerprint
 from hil.kernels import torch_memory
 from hil.kernels.base import Shape
-from hil.measure import Workers, locked_autotune
+from hil.measure import Workers
 from hil.timing import capture, launches_for, time_interleaved
 from numerics import gpu, gpu_dual
 from numerics.quantization import QuantizedTensor, fake_quantize, quantize

@@ -31,12 +31,13 @@ import torch
 from kernel_floors import FLOORS, floors
 from kernel_peers import OURS, peers
 
+from hil.candidates import locked_autotune
 from hil.fingerprint import fingerprint
 from hil.kernels import RUNNERS
 from hil.kernels.availability import absences, availability
 from hil.kernels.base import Runner, Shape
 from hil.kernels.loka_gemm import plan_of
-from hil.measure import Workers, locked_autotune
+from hil.measure import Workers
 from hil.timing import BufferPool, capture, launches_for, time_interleaved
 from perfmodel.kernels import KERNELS
 

@@ -121,8 +121,8 @@ def serve(
         import torch
         from step_profile import graphed, profiled
 
+        from hil.candidates import locked_autotune
         from hil.lock import GpuLock
-        from hil.measure import locked_autotune
         from loka_sim.dispatch import runtime
         from loka_sim.validation.runnable import runnable
         from loka_sim.validation.step_time import as_it_is, converted_by_table

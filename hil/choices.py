@@ -27,12 +27,13 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from hil import teaching
 from hil.command import Parser
 from hil.files import write_atomic
 from hil.fingerprint import shipped
@@ -41,17 +42,21 @@ from hil.launches import drawn, takes
 from hil.timing import BufferPool
 from perfmodel.choice import PARTS, TILE, Choice, asked, parts_of, vocabulary
 from perfmodel.data_folder import data_folder
+from perfmodel.features import features
 from perfmodel.hardware import DEFAULT, HardwareSpec
 from perfmodel.model import PerfModel, choice_file
-from perfmodel.network import REACH, Network
+from perfmodel.network import Experts, Network
 from perfmodel.saved import load, read_spec
+
+if TYPE_CHECKING:
+    import torch
 
 KERNELS_ASKED = (
     "torch/bf16", "torch/bf16_batched", "torch/fp8_tensorwise_fast", "torch/fp8_tensorwise_split", "torch/fp8_block128",
 )  # fmt: skip
 # What takes many products, and what draws those that are few and large.
 _BATCHED, _GROUPED = "torch/bf16_batched", "torch/fp8_grouped_rowwise_fast"
-WIDTH, HIDDEN, BATCH, RATE, DECAY = 192, 3, 2048, 3e-3, 1e-2
+WIDTH, HIDDEN, BATCH, RATE = 192, 3, 2048, 3e-3
 # From so many answers on a batch is four times as large: steps are many enough, and a GPU takes hardly longer for one.
 MANY_ANSWERS = 1_000_000
 # A kernel that is a smaller share of the answers is not told apart.
@@ -237,6 +242,7 @@ def learn(
     start: Choice | None = None,
     rate: float = RATE,
     seed: int = 0,
+    experts: int = 1,
 ) -> tuple[Choice, dict[str, Any]]:
     """A network of one kernel's choices, trained on the GPU where there is one, and how often it is right.
 
@@ -246,14 +252,14 @@ def learn(
         hardware: The GPU.
         epochs: Times that each row is seen.
         width: Units of a hidden layer, by default `WIDTH`.
-        start: To go on from, whose width is kept: another GPU's, or this one's of earlier answers.
+        start: To go on from, whose form is kept: another GPU's, or this one's of earlier answers.
         rate: The highest learning rate.
         seed: Seeds weights, order and what is held out.
+        experts: Networks, each for results of some sizes.
     """
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(seed)
     m, n, k, groups = (rows[name].to_numpy(dtype=np.float64) for name in _SHAPE)
     matrix = asked(kernel, m, n, k, groups, hardware)
     told, alike = rows[list(PARTS)].to_numpy(), rows.groupby(list(PARTS))
@@ -261,10 +267,6 @@ def learn(
     seldom = times.to_numpy() < SELDOM * len(rows)
     known = times.index.to_frame().to_numpy(dtype=np.int64)[~seldom]
     number = np.where(seldom, -1, np.cumsum(~seldom) - 1)[alike.ngroup().to_numpy()]
-    mean, deviation = matrix.mean(axis=0), matrix.std(axis=0) + np.float32(1e-6)
-    if start is not None:
-        mean, deviation = start.network.mean, start.network.deviation
-    x = torch.from_numpy(np.clip((matrix - mean) / deviation, -REACH, REACH)).to(device)
     y = torch.from_numpy(number).to(device)
     # A kernel's value is the sum of its tile's and its rest's: column by column of the last layer's.
     halves = vocabulary(known)
@@ -273,34 +275,23 @@ def learn(
     both, every = torch.zeros(tiles + rests, len(known), device=device), torch.arange(len(known), device=device)
     both[tile, every] = both[tiles + rest, every] = 1.0
     test, order = np.split(np.random.default_rng(seed).permutation(len(rows)), [min(HELD_OUT, len(rows) // 10)])
-    order = order[number[order] >= 0]
-    kept = torch.from_numpy(order).to(device)
-    hidden = [width or WIDTH] * HIDDEN if start is None else [len(biases) for _, biases in start.network.layers[:-1]]
-    sizes = [x.shape[1], *hidden, tiles + rests]
-    linear = [torch.nn.Linear(*pair, device=device) for pair in zip(sizes, sizes[1:], strict=False)]
-    if start is not None:
-        _go_on(linear, start, known)
-    layers = [part for layer in linear[:-1] for part in (layer, torch.nn.Hardswish())]
-    model = torch.nn.Sequential(*layers, linear[-1])
-    batch = min(BATCH if len(order) < MANY_ANSWERS else 4 * BATCH, len(order))
-    steps = epochs * (len(order) // batch)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=DECAY, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, pct_start=0.15, cycle_momentum=False)
+    order = np.sort(order[number[order] >= 0])
+    if start is None:
+        column = features(kernel, m[:1], n[:1], k[:1], groups[:1], hardware)[0].index(teaching.COLUMN)
+        begun = teaching.untaught(matrix, column, experts, [width or WIDTH] * HIDDEN, tiles + rests, seed)
+    else:
+        begun = _gone_on(start, known)
+    kept = [np.intersect1d(mine, order, assume_unique=True) for mine in teaching.shared_out(begun, matrix)]
     entropy = torch.nn.functional.cross_entropy
-    for _ in range(epochs):
-        shuffled = kept[torch.randperm(len(kept), device=device)]
-        for index in shuffled.split(batch)[: len(order) // batch]:
-            out, right = model(x[index]), y[index]
-            # The halves by themselves, too: without, both of the likeliest kernel are the likeliest for a fifth of calls alone.
-            loss = entropy(out @ both, right) + entropy(out[:, :tiles], tile[right]) + entropy(out[:, tiles:], rest[right])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-    arrays: list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = [
-        (layer.weight.detach().cpu().numpy().T.copy(), layer.bias.detach().cpu().numpy()) for layer in linear
-    ]
-    choice = Choice(Network(mean, deviation, 0.0, 1.0, arrays), known)
+
+    def loss(out: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        out, right = out.flatten(0, 1), y[index.flatten()]
+        # The halves by themselves, too: without, both of the likeliest kernel are the likeliest for a fifth of calls alone.
+        return entropy(out @ both, right) + entropy(out[:, :tiles], tile[right]) + entropy(out[:, tiles:], rest[right])
+
+    batch = BATCH if len(order) < MANY_ANSWERS else 4 * BATCH
+    network = teaching.taught(begun, torch.from_numpy(matrix).to(device), kept, loss, epochs, batch, rate, seed)
+    choice = Choice(network, known)
     found = choice.told(matrix[test])[0] == told[test]
     return choice, {
         "rows": len(order),
@@ -311,33 +302,28 @@ def learn(
     }
 
 
-def _go_on(linear: Sequence[Any], start: Choice, kernels: npt.NDArray[np.int64]) -> None:
-    """Give layers the weights of a network: of tiles and rests that it does not know, none, and of all its least bias.
+def _gone_on(start: Choice, kernels: npt.NDArray[np.int64]) -> Network | Experts:
+    """A choice's network for other kernels: of tiles and rests that it does not know, no weights, and of all its least bias.
 
     Args:
-        linear: `torch.nn.Linear` layers, the last as `Choice.network` has it for these kernels.
-        start: The network.
+        start: The choice.
         kernels: `PARTS` of those to learn.
     """
-    import torch
-
-    weights, biases = start.network.layers[-1]
+    layers = teaching.stacked(teaching.networks_of(start.network))
+    weights, biases = layers[-1]
     halves: list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = []
     first = 0
     for (known, _), (wanted, _) in zip(vocabulary(start.kernels), vocabulary(kernels), strict=True):
         place = {tuple(half): first + number for number, half in enumerate(known.tolist())}
-        least = biases[first : first + len(known)].min()
-        last, level = np.zeros((len(weights), len(wanted)), np.float32), np.full(len(wanted), least, np.float32)
+        level = np.repeat(biases[..., first : first + len(known)].min(axis=-1, keepdims=True), len(wanted), axis=-1)
+        last = np.zeros((*weights.shape[:-1], len(wanted)), np.float32)
         for number, half in enumerate(map(tuple, wanted.tolist())):
             if half in place:
-                last[:, number], level[number] = weights[:, place[half]], biases[place[half]]
+                last[..., number], level[..., number] = weights[..., place[half]], biases[..., place[half]]
         halves.append((last, level))
         first += len(known)
     ending = tuple(np.concatenate(pair, axis=-1) for pair in zip(*halves, strict=True))
-    with torch.no_grad():
-        for layer, (weight, bias) in zip(linear, [*start.network.layers[:-1], ending], strict=True):
-            layer.weight.copy_(torch.from_numpy(weight.T.copy()))
-            layer.bias.copy_(torch.from_numpy(bias.copy()))
+    return teaching.with_layers(start.network, [*layers[:-1], ending])  # type: ignore[list-item]
 
 
 def judged(folder: Path) -> dict[str, Any]:
@@ -378,11 +364,12 @@ def _learned(
     processes: int,
     start: PerfModel | None,
     rate: float,
+    experts: int,
 ) -> Iterator[tuple[str, Choice, dict[str, Any]]]:
     """`learn` of each kernel that has answers, in order, so many at a time."""
     begun = {kernel: _choice_of(start, kernel) for kernel in kernels if start}
     jobs = [
-        (kernel, mine, hardware, epochs, width, begun.get(kernel), rate)
+        (kernel, mine, hardware, epochs, width, begun.get(kernel), rate, 0, experts)
         for kernel in kernels
         if len(mine := rows[rows["kernel"] == kernel])
     ]
@@ -402,6 +389,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=1.0, help="of asking")
     parser.add_argument("--epochs", type=int, default=40, help="of learning; 0 only asks, which --answers then keeps")
     parser.add_argument("--width", type=int, default=WIDTH, help="units of a network's hidden layers (default: %(default)s)")
+    parser.add_argument("--experts", type=int, default=1, help="networks, each for results of some sizes (default: %(default)s)")
     parser.add_argument("--start", metavar="NAME", help="shipped hardware whose networks to go on from (default: none)")
     parser.add_argument(
         "--rate", type=float, default=RATE, help="highest learning rate; lower keeps more of --start (default: %(default)s)"
@@ -427,6 +415,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kernels = [name for name in KERNELS_ASKED if any(fnmatchcase(name, pattern) for pattern in options.kernels)]
     if not kernels:
         parser.error(f"--kernels {' '.join(options.kernels)} fits none of {', '.join(KERNELS_ASKED)}")
+    if options.experts < 1 or options.width < 1:
+        parser.error("--experts and --width are at least 1")
     if not 0 <= options.sure <= 1:
         parser.error(f"--sure {options.sure:g} is no share; give 0 to 1")
     if options.sure < 1 and not options.start:
@@ -468,7 +458,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = pd.concat([rows, *earlier]).drop_duplicates(["kernel", *_SHAPE])
     command = f"python -m hil.choices {shlex.join(arguments if arguments is not None else sys.argv[1:])}"
     where = fingerprint() if torch.cuda.is_available() else {}
-    learned = _learned(rows, kernels, spec, options.epochs, options.width, options.learners, start, options.rate)
+    learning = (options.epochs, options.width, options.learners, start, options.rate, options.experts)
+    learned = _learned(rows, kernels, spec, *learning)
     for kernel, choice, scores in learned:
         print(f"{kernel}: {scores}, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
         write(options.out, kernel, choice, {"command": command, **where, **scores})

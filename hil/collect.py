@@ -29,6 +29,7 @@ from typing import Any
 
 import pandas as pd
 
+from hil.candidates import locked_autotune
 from hil.command import Parser
 from hil.files import write_atomic
 from hil.fingerprint import has_gpu
@@ -148,20 +149,22 @@ def collect(
 
     started, rows = time.time(), 0
     pool = BufferPool()
-    for done, (shape, names) in enumerate(work, 1):
-        if time.time() > deadline:
-            print(f"out of time after {done - 1} of {len(work)} shapes; run again to go on", file=sys.stderr)
-            break
-        if family != "gemm":
-            torch._dynamo.reset()
-            # Functions that share a wrapper count as one, and beyond the limit would run uncompiled.
-            torch._dynamo.config.recompile_limit = 256
-        fresh = attempt(shape, names, pool, lock, deadline)
-        rows += len(fresh)
-        on_rows(fresh)
-        if done % 50 == 0 or done == len(work):
-            torch.cuda.empty_cache()
-            progress(done, len(work), started, rows)
+    # GEMMs are not compiled by torch.compile, whose import takes seconds.
+    with nullcontext() if family == "gemm" else locked_autotune(lock):
+        for done, (shape, names) in enumerate(work, 1):
+            if time.time() > deadline:
+                print(f"out of time after {done - 1} of {len(work)} shapes; run again to go on", file=sys.stderr)
+                break
+            if family != "gemm":
+                torch._dynamo.reset()
+                # Functions that share a wrapper count as one, and beyond the limit would run uncompiled.
+                torch._dynamo.config.recompile_limit = 256
+            fresh = attempt(shape, names, pool, lock, deadline)
+            rows += len(fresh)
+            on_rows(fresh)
+            if done % 50 == 0 or done == len(work):
+                torch.cuda.empty_cache()
+                progress(done, len(work), started, rows)
 
 
 class Timings:
@@ -353,7 +356,7 @@ def _sweep(
         import torch
 
         torch._inductor.config.compile_threads = 1
-        compile_ahead(work, options.ahead, time.time() + AHEAD_SHARE * (deadline - time.time()), lock)
+        compile_ahead(work, options.ahead, time.time() + AHEAD_SHARE * (deadline - time.time()))
     used = [KERNELS[name] for name in available_kernels(matching(kinds, options.kernels))]
     run = {
         "sweep": sweep,

@@ -7,11 +7,12 @@ import multiprocessing
 import queue
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+from hil.candidates import locked_autotune
 from hil.kernels.base import Runner, Shape
 from perfmodel.steady import FULL_CLOCK, HEAVY_FLOP
 
@@ -131,24 +132,6 @@ def measure_shape(
             }
         )  # fmt: skip
     return rows
-
-
-@contextmanager
-def locked_autotune(lock: AbstractContextManager[Any]) -> Iterator[None]:
-    """Hold the lock while torch.compile benchmarks its candidate kernels, so that its choice is not made on a busy GPU."""
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-
-    original = CachingAutotuner.benchmark_all_configs
-
-    def benchmark(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return original(self, *args, **kwargs)
-
-    CachingAutotuner.benchmark_all_configs = benchmark  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        CachingAutotuner.benchmark_all_configs = original  # type: ignore[method-assign]
 
 
 def attempt(shape: Shape, names: Sequence[str], pool: Any, lock: Any = None, deadline: float = math.inf) -> list[dict[str, Any]]:

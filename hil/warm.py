@@ -1,7 +1,7 @@
 """Compiling kernels ahead of their timing, in processes that are gone before anything is timed.
 
-What they compile, and what torch.compile chooses on the way, stays in the caches of Triton and of torch.compile on disk. So one
-process can then time what many have compiled, and has the GPU to itself.
+What they compile stays in the caches of Triton and of torch.compile on disk. So one process can then time what many have
+compiled, and has the GPU to itself; among torch.compile's candidates it is that one that chooses (`hil.candidates`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import queue
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
+from hil.candidates import left_open
 from hil.kernels.base import Shape
-from hil.measure import PATIENCE_S, Work, locked_autotune
+from hil.measure import PATIENCE_S, Work
 
 # Kernels and shapes that a process takes at a time: neighbours, which often are one compiled kernel.
 _CHUNK = 6
@@ -34,7 +34,6 @@ def compile_ahead(
     work: Work,
     processes: int,
     deadline: float,
-    lock: AbstractContextManager[Any] | None = None,
     serve: Callable[..., None] | None = None,
 ) -> int:
     """Compile every kernel for its shapes; how many chunks of them were done by the deadline, of `time.time()`.
@@ -43,12 +42,11 @@ def compile_ahead(
         work: Shapes, and the names of the kernels that will be timed on each.
         processes: How many compile at once.
         deadline: When to stop.
-        lock: Held while torch.compile tries its candidates on the GPU; one among the processes where there is none to share.
-        serve: What each process runs: called with the lock, the queues of tasks and of what is done, how many elements the pool
-            of operands needs, and the deadline.
+        serve: What each process runs: called with the queues of tasks and of what is done, how many elements the pool of
+            operands needs, and the deadline.
     """
     context = multiprocessing.get_context("spawn")
-    tasks, done, held = context.Queue(), context.Queue(), lock or context.Lock()
+    tasks, done = context.Queue(), context.Queue()
     todo = chunks(work)
     elements = max([2**26, *(2 * shape.largest_operand for shape, _ in work)])
     for chunk in todo:
@@ -57,8 +55,7 @@ def compile_ahead(
     for _ in range(number):
         tasks.put(None)
     running = [
-        context.Process(target=serve or _compile, args=(held, tasks, done, elements, deadline), daemon=True)
-        for _ in range(number)
+        context.Process(target=serve or _compile, args=(tasks, done, elements, deadline), daemon=True) for _ in range(number)
     ]
     for process in running:
         process.start()
@@ -81,7 +78,7 @@ def compile_ahead(
     return finished
 
 
-def _compile(lock: Any, tasks: Any, done: Any, elements: int, deadline: float) -> None:
+def _compile(tasks: Any, done: Any, elements: int, deadline: float) -> None:
     """A process: compiles the chunks that it finds."""
     import torch
 
@@ -92,7 +89,7 @@ def _compile(lock: Any, tasks: Any, done: Any, elements: int, deadline: float) -
     torch._inductor.config.compile_threads = 1
     torch._dynamo.config.recompile_limit = 256
     pool = BufferPool(elements=elements)
-    with locked_autotune(lock):
+    with left_open():
         while (chunk := tasks.get()) is not None and time.time() < deadline:
             torch._dynamo.reset()
             for failed in compiled(chunk, RUNNERS, pool):

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from perfmodel.features import features
 from perfmodel.hardware import HardwareSpec
-from perfmodel.network import Network, single_threaded
+from perfmodel.network import Experts, Network, single_threaded
 
 Array = npt.NDArray[np.float64]
 Codes = npt.NDArray[np.int64]
@@ -114,12 +114,13 @@ class Choice:
     """What a library chooses for one of its GEMMs.
 
     Attributes:
-        network: From `asked` to a value for each tile, then for each rest, as `vocabulary` numbers them.
+        network: From `asked` to a value for each tile, then for each rest, as `vocabulary` numbers them: one for all calls, or
+            several, each for results of some sizes.
         kernels: `PARTS` of those that the library was seen to choose, (kernels, parts). The likeliest has the largest sum of the
             values of its tile and its rest.
     """
 
-    network: Network
+    network: Network | Experts
     kernels: Codes
 
     @cached_property
@@ -177,10 +178,11 @@ class Choice:
         try:
             document = json.loads(saved)
             kernels = np.asarray(document["kernels"], dtype=np.int64)
-            network = Network.of(document["network"])
+            network_document = document["network"]
+            network = (Experts if "networks" in network_document else Network).of(network_document)
             if kernels.ndim != 2 or kernels.shape[1] != len(PARTS) or not len(kernels):
                 raise ValueError
-            if network.layers[-1][0].shape[1] != sum(len(halves) for halves, _ in vocabulary(kernels)):
+            if network.values != sum(len(halves) for halves, _ in vocabulary(kernels)):
                 raise ValueError
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError("the choice is damaged") from error

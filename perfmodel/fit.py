@@ -72,12 +72,14 @@ NEVER_SEEN = {
     "blind7": "held_out_blind7",
     "blind8": "held_out_blind8",
     "blind9": "held_out_blind9",
+    "blind10": "held_out_blind10",
     "blind_memory": "held_out_blind_memory",
     "blind_memory2": "held_out_blind_memory2",
     "blind_memory3": "held_out_blind_memory3",
+    "blind_memory4": "held_out_blind_memory4",
 }
 TORCH_GEMMS = tuple(name for name in GEMM_KERNELS if library_of(name) == "torch")
-HELD_OUT_SWEEPS = (*NEVER_SEEN, "repeat", "again")
+HELD_OUT_SWEEPS = (*NEVER_SEEN, "repeat", "again", "own_clock", "queued", "queued_alone")
 # A kernel with fewer rows is left out; one that another GPU's model knows needs fewer.
 LEAST_ROWS_FIT, LEAST_ROWS_START = 60, 30
 

@@ -48,6 +48,12 @@ def rectified(x: Array) -> Array:
     return x * _gate(x)
 
 
+def in_half(x: Array) -> Array:
+    """Values rounded to float16, as float32: a network of such is saved in half the room."""
+    with np.errstate(over="ignore"):
+        return x.astype(np.float16).astype(np.float32)
+
+
 @cache
 def _threads() -> Any:
     """What sets the number of the matrix library's threads."""
@@ -89,11 +95,21 @@ class Network:
 
     def outputs(self, matrix: npt.NDArray[np.floating]) -> Array:
         """What the last layer gives for each row of features, (rows, outputs)."""
-        result = np.empty((len(matrix), self.layers[-1][1].size), dtype=np.float32)
+        result = np.empty((len(matrix), self.values), dtype=np.float32)
         with single_threaded():
             for rows, values in self.blocks(matrix):
                 result[rows] = values
         return result
+
+    @property
+    def inputs(self) -> int:
+        """Features of a row."""
+        return self.mean.size
+
+    @property
+    def values(self) -> int:
+        """What the last layer gives for a row."""
+        return self.layers[-1][1].size
 
     def blocks(self, matrix: npt.NDArray[np.floating]) -> Iterator[tuple[slice, Array]]:
         """Likewise, block after block while it lies in the cache: which rows it is, and what the last layer gives.
@@ -128,9 +144,13 @@ class Network:
         return x
 
     def save(self) -> bytes:
-        """As JSON; arrays are base64 of little-endian float32."""
+        """As JSON; arrays are base64 of little-endian float32, or of float16 where that holds every value."""
         arrays = [self.mean, self.deviation, *(array for layer in self.layers for array in layer)]
-        packed = [{"shape": a.shape, "float32": base64.b64encode(a.astype("<f4").tobytes()).decode()} for a in arrays]
+        packed = []
+        for array in arrays:
+            half = in_half(array)
+            name, kept = ("float16", half.astype("<f2")) if (half == array).all() else ("float32", array.astype("<f4"))
+            packed.append({"shape": array.shape, name: base64.b64encode(kept.tobytes()).decode()})
         return json.dumps({"level": self.level, "spread": self.spread, "arrays": packed}).encode()
 
     @classmethod
@@ -153,10 +173,70 @@ class Network:
             KeyError, TypeError, ValueError: it is damaged.
         """
         mean, deviation, *rest = (
-            np.frombuffer(base64.b64decode(a["float32"]), "<f4").reshape(a["shape"]) for a in document["arrays"]
+            np.frombuffer(base64.b64decode(a["float16"]), "<f2").astype("<f4").reshape(a["shape"])
+            if "float16" in a
+            else np.frombuffer(base64.b64decode(a["float32"]), "<f4").reshape(a["shape"])
+            for a in document["arrays"]
         )
         layers = list(zip(rest[::2], rest[1::2], strict=True))
         return cls(mean, deviation, float(document["level"]), float(document["spread"]), layers)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Networks of the same inputs and values, each for the rows of which one input lies between two edges.
+
+    Together they know as much as a wide network, and a row costs what the narrow one does that it goes to.
+
+    Attributes:
+        column: The input that decides.
+        edges: Where the next network begins, ascending, (networks - 1,).
+        networks: In order.
+    """
+
+    column: int
+    edges: Array
+    networks: list[Network]
+
+    @property
+    def inputs(self) -> int:
+        """As of each."""
+        return self.networks[0].inputs
+
+    @property
+    def values(self) -> int:
+        """As of each."""
+        return self.networks[0].values
+
+    def asked(self, matrix: npt.NDArray[np.floating]) -> list[npt.NDArray[np.int64]]:
+        """The numbers of the rows that each network is asked for, ascending."""
+        number = np.searchsorted(self.edges, np.asarray(matrix[:, self.column], dtype=np.float32), side="right")
+        return [np.flatnonzero(number == expert) for expert in range(len(self.networks))]
+
+    def blocks(self, matrix: npt.NDArray[np.floating]) -> Iterator[tuple[npt.NDArray[np.int64], Array]]:
+        """As `Network.blocks`; rows come as their numbers."""
+        for network, mine in zip(self.networks, self.asked(matrix), strict=True):
+            for rows, values in network.blocks(matrix[mine]):
+                yield mine[rows], values
+
+    def save(self) -> bytes:
+        """As JSON."""
+        networks = [json.loads(network.save()) for network in self.networks]
+        return json.dumps({"column": self.column, "edges": self.edges.tolist(), "networks": networks}).encode()
+
+    @classmethod
+    def of(cls, document: dict[str, Any]) -> Experts:
+        """What `save` made, read from JSON.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is damaged.
+        """
+        networks, edges = [Network.of(saved) for saved in document["networks"]], np.asarray(document["edges"], np.float32)
+        column = int(document["column"])
+        sizes = {(network.inputs, network.values) for network in networks}
+        if len(sizes) != 1 or edges.shape != (len(networks) - 1,) or not 0 <= column < networks[0].inputs:
+            raise ValueError("the experts do not fit together")
+        return cls(column, edges, networks)
 
 
 def train(matrix: npt.NDArray[np.floating], target: npt.NDArray[np.floating], seed: int = 0) -> Network:

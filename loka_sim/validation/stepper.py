@@ -102,8 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import torch
 
+    from hil.candidates import locked_autotune
     from hil.lock import GpuLock
-    from hil.measure import locked_autotune
     from loka_sim.validation.runnable import runnable
 
     torch._dynamo.config.recompile_limit = 512

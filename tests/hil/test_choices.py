@@ -14,7 +14,7 @@ from perfmodel import hardware
 from perfmodel.choice import PARTS, TILE, Choice, asked, parts_of, vocabulary
 from perfmodel.data_folder import data_folder
 from perfmodel.model import choice_file
-from perfmodel.network import REACH
+from perfmodel.network import Experts
 from perfmodel.saved import read_spec
 
 KERNEL = "torch/fp8_tensorwise_fast"
@@ -148,33 +148,48 @@ def test_where_the_network_is_sure_a_share_is_asked(library, monkeypatch):
     assert 1 - seldom_right.mean() > 1.5 * (1 - right.mean())
 
 
-def test_the_layers_it_begins_with_say_what_the_network_says(library):
-    import torch
-
+def test_what_it_begins_with_says_what_the_networks_say():
     start = Choice.load(gzip.decompress((data_folder() / "h200" / "choices" / choice_file(KERNEL)).read_bytes()))
+    assert isinstance(start.network, Experts) and len(start.network.networks) > 1
     # One tile is new, one rest, and some are no longer there.
     kernels = start.kernels[7:].copy()
     kernels[0, 0], kernels[1, TILE] = 5000, 99
     sizes, numbers = [len(halves) for halves, _ in vocabulary(kernels)], [number for _, number in vocabulary(kernels)]
-    widths = [len(start.network.mean), *(len(biases) for _, biases in start.network.layers[:-1]), sum(sizes)]
-    linear = [torch.nn.Linear(*pair) for pair in zip(widths, widths[1:], strict=False)]
-    choices._go_on(linear, start, kernels)
-    matrix = start.network.mean + np.random.default_rng(0).normal(size=(64, widths[0])) * start.network.deviation
-    x = ((matrix - start.network.mean) / start.network.deviation).clip(-REACH, REACH).astype(np.float32)
-    out = torch.from_numpy(x)
-    with torch.no_grad():
-        for layer in linear[:-1]:
-            out = torch.nn.functional.hardswish(layer(out))
-        out = linear[-1](out).numpy()
-    said, theirs = start.network.outputs(matrix), [number for _, number in vocabulary(start.kernels)]
+    shapes = choices.shapes_to_ask([KERNEL], 3)
+    m, n, k, groups = (np.array([getattr(s, name) for s in shapes], dtype=float) for name in ("m", "n", "k", "groups"))
+    matrix = asked(KERNEL, m, n, k, groups, hardware.load("h200"))
+
+    def given(network):
+        result = np.full((len(matrix), network.values), np.nan, np.float32)
+        for rows, values in network.blocks(matrix):
+            result[rows] = values
+        return result
+
+    begun = choices._gone_on(start, kernels)
+    assert isinstance(begun, Experts) and all(map(len, begun.asked(matrix)))
+    said, out, theirs = given(start.network), given(begun), [number for _, number in vocabulary(start.kernels)]
     first = len(vocabulary(start.kernels)[0][0])
     for row, kernel in enumerate(kernels[2:], 2):
         known = int(np.flatnonzero((start.kernels == kernel).all(axis=1))[0])
         for mine, its in ((numbers[0][row], theirs[0][known]), (sizes[0] + numbers[1][row], first + theirs[1][known])):
             np.testing.assert_allclose(out[:, mine], said[:, its], rtol=1e-3, atol=1e-3)
-    biases = start.network.layers[-1][1]
-    assert (out[:, numbers[0][0]] == biases[:first].min()).all()
-    assert (out[:, sizes[0] + numbers[1][1]] == biases[first:].min()).all()
+    for network, before, rows in zip(begun.networks, start.network.networks, begun.asked(matrix), strict=True):
+        biases = before.layers[-1][1]
+        assert (network.layers[-1][1][numbers[0][0]] == biases[:first].min()).all()
+        assert (out[rows, numbers[0][0]] == biases[:first].min()).all()
+        assert (out[rows, sizes[0] + numbers[1][1]] == biases[first:].min()).all()
+
+
+def test_experts_learn_from_answers_each_its_own(library):
+    rows = choices.answers((KERNEL,), 0, 11, NONE, 60.0, 6000)
+    choice, scores = choices.learn(KERNEL, rows, hardware.load("h200"), 12, 48, experts=3)
+    assert isinstance(choice.network, Experts) and len(choice.network.networks) == 3
+    assert [biases.size for one in choice.network.networks for _, biases in one.layers[:-1]] == [48] * 9
+    assert scores["all_right"] > 0.6
+    again, _ = choices.learn(KERNEL, rows, hardware.load("h200"), 1, start=choice, rate=1e-6)
+    sizes = [rows[name].to_numpy(float) for name in ("m", "n", "k", "groups")]
+    matrix = asked(KERNEL, *sizes, hardware.load("h200"))
+    assert (again.told(matrix)[0] == choice.told(matrix)[0]).all(axis=1).mean() > 0.98
 
 
 def test_from_answers_in_a_file_networks_are_written(library, tmp_path, monkeypatch):

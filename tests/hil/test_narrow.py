@@ -1,4 +1,4 @@
-"""Narrower networks of choices: what may go without being missed goes first, and teaching brings back the rest."""
+"""Narrower networks of choices: several, each of some sizes, are taught what a wide one says."""
 
 import gzip
 import json
@@ -7,13 +7,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from hil import narrow
+from hil import narrow, teaching
 from perfmodel import hardware
 from perfmodel.choice import PARTS, Choice, asked
 from perfmodel.data_folder import data_folder
 from perfmodel.measured import read_choices
 from perfmodel.model import choice_file
-from perfmodel.network import Network, rectified
+from perfmodel.network import Experts, Network
 
 KERNEL = "torch/fp8_tensorwise_fast"
 
@@ -30,61 +30,6 @@ def drawn_layers(sizes: list[int], seed: int) -> list[tuple[np.ndarray, np.ndarr
     ]
 
 
-def with_twins(layers: list[tuple[np.ndarray, np.ndarray]], seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The same function, each hidden unit there twice, what it gives cut in two uneven parts, in another order."""
-    generator = np.random.default_rng(seed)
-    wide = list(layers)
-    for number in range(len(layers) - 1):
-        weights, biases = wide[number]
-        following, level = wide[number + 1]
-        order, share = generator.permutation(2 * len(biases)), generator.uniform(0.2, 0.8, (len(biases), 1)).astype(np.float32)
-        wide[number] = np.hstack([weights, weights])[:, order], np.concatenate([biases, biases])[order]
-        wide[number + 1] = np.vstack([share * following, (1 - share) * following])[order], level
-    return wide
-
-
-def network(layers: list[tuple[np.ndarray, np.ndarray]]) -> Network:
-    inputs = len(layers[0][0])
-    return Network(np.zeros(inputs, np.float32), np.ones(inputs, np.float32), 0.5, 2.0, layers)
-
-
-def test_twins_are_not_missed():
-    layers = drawn_layers([6, 24, 24, 24, 5], 0)
-    wide, rows = network(with_twins(layers, 1)), np.random.default_rng(2).standard_normal((4000, 6))
-    found = narrow.pruned(wide, rows[:3000], 24)
-    assert [biases.size for _, biases in found.layers] == [24, 24, 24, 5]
-    expected = network(layers).outputs(rows[3000:])
-    # The twins were the same function to begin with; the least squares keep what they gave.
-    np.testing.assert_allclose(wide.outputs(rows[3000:]), expected, atol=1e-4)
-    np.testing.assert_allclose(found.outputs(rows[3000:]), expected, atol=0.01)
-    assert (found.level, found.spread) == (wide.level, wide.spread)
-
-
-def test_a_layer_that_is_narrow_enough_stays():
-    whole = network(drawn_layers([4, 8, 8, 8, 3], 3))
-    found = narrow.pruned(whole, np.random.default_rng(4).standard_normal((500, 4)), 8)
-    for (weights, biases), (kept, level) in zip(whole.layers, found.layers, strict=True):
-        np.testing.assert_array_equal(weights, kept)
-        np.testing.assert_array_equal(biases, level)
-
-
-def test_each_unit_that_goes_is_the_one_missed_least():
-    """Against all of them tried by numpy's least squares."""
-    generator = np.random.default_rng(5)
-    values = rectified(generator.standard_normal((400, 9)).astype(np.float32)).astype(float)
-    weights = generator.standard_normal((10, 4))
-    target = np.column_stack([values, np.ones(400)]) @ weights
-    kept, found = narrow._least_missed(values, weights, 8)
-    losses, fits = [], []
-    for gone in range(9):
-        some = np.column_stack([np.delete(values, gone, axis=1), np.ones(400)])
-        fit = np.linalg.lstsq(some, target, rcond=None)[0]
-        losses.append(((some @ fit - target) ** 2).sum())
-        fits.append(fit)
-    assert kept.tolist() == np.delete(np.arange(9), np.argmin(losses)).tolist()
-    np.testing.assert_allclose(found, fits[int(np.argmin(losses))], atol=1e-3)
-
-
 @pytest.fixture(scope="module")
 def teacher() -> Choice:
     """Chooses by a drawn network of the inputs that a kernel has."""
@@ -99,14 +44,36 @@ def teacher() -> Choice:
     return Choice(Network(matrix.mean(axis=0), matrix.std(axis=0) + np.float32(1e-6), 0.0, 1.0, layers), kernels)
 
 
-def test_teaching_brings_back_what_pruning_took(teacher):
+def test_narrow_ones_together_say_more_of_what_the_wide_one_says_than_one_of_them_alone(teacher):
     shapes, careful = narrow.drawn(KERNEL, 20_000, 8), narrow.drawn(KERNEL, 1500, 9)
-    choice, found = narrow.narrowed(KERNEL, teacher, shapes, careful, hardware.load("h200"), 24, 4)
-    assert [biases.size for _, biases in choice.network.layers] == [24, 24, 24, 7]
-    assert found["width"] == 24 and found["taught"] == len(shapes) - len(shapes) // 10
-    for judged, number in (("drawn", len(shapes) // 10), ("careful", len(careful))):
-        assert found[judged]["shapes"] == number
-        assert found[judged]["alike"] > found[judged]["alike_before_teaching"] + 0.03, found
+    gpu, alike = hardware.load("h200"), {}
+    for experts in (1, 4):
+        choice, found = narrow.narrowed(KERNEL, teacher, shapes, careful, gpu, experts, 16, 12)
+        networks = teaching.networks_of(choice.network)
+        assert [biases.size for one in networks for _, biases in one.layers] == [16, 16, 16, 7] * experts
+        assert (found["experts"], found["width"], found["taught"]) == (experts, 16, len(shapes) - len(shapes) // 10)
+        for judged, number in (("drawn", len(shapes) // 10), ("careful", len(careful))):
+            assert found[judged]["shapes"] == number
+        alike[experts] = found["careful"]["alike"]
+        # By hand: what both tell of the shapes that are judged.
+        matrix = asked(KERNEL, *(careful[name].to_numpy(float) for name in ("m", "n", "k", "groups")), gpu)
+        same = (choice.told(matrix)[0] == teacher.told(matrix)[0]).all(axis=1).mean()
+        assert found["careful"]["alike"] == pytest.approx(same, abs=1e-4)
+    assert alike[4] > alike[1] and alike[4] > 0.6, alike
+
+
+def test_weights_are_what_half_the_room_holds(teacher):
+    choice, _ = narrow.narrowed(KERNEL, teacher, narrow.drawn(KERNEL, 2000, 12), None, hardware.load("h200"), 2, 16, 1)
+    for network in teaching.networks_of(choice.network):
+        for layer in network.layers:
+            for array in layer:
+                np.testing.assert_array_equal(array, array.astype(np.float16).astype(np.float32))
+    again = Choice.load(choice.save())
+    for one, other in zip(teaching.networks_of(again.network), teaching.networks_of(choice.network), strict=True):
+        np.testing.assert_array_equal(one.mean, other.mean)
+        for layer, same in zip(one.layers, other.layers, strict=True):
+            np.testing.assert_array_equal(layer[0], same[0])
+            np.testing.assert_array_equal(layer[1], same[1])
 
 
 def test_shapes_are_distinct_repeat_and_follow_the_seed():
@@ -126,13 +93,16 @@ def folder(tmp_path, teacher: Choice) -> None:
 
 def test_the_command_replaces_a_network_and_says_what_it_was(tmp_path, teacher, capsys):
     folder(tmp_path, teacher)
-    wanted = ["--out", str(tmp_path), "--width", "16", "--draws", "2000", "--epochs", "1", "--workers", "1"]
+    form = ["--experts", "2", "--width", "16"]
+    wanted = ["--out", str(tmp_path), *form, "--draws", "2000", "--epochs", "1", "--workers", "1"]
     assert narrow.main(wanted) == 0
     found = read_choices(tmp_path)[KERNEL]
-    assert [biases.size for _, biases in found.network.layers[:-1]] == [16] * 3
+    assert isinstance(found.network, Experts)
+    assert [biases.size for one in found.network.networks for _, biases in one.layers[:-1]] == [16] * 6
     np.testing.assert_array_equal(found.kernels, teacher.kernels)
     said = json.loads((tmp_path / "choices.json").read_text())["kernels"][KERNEL]
-    assert said["width"] == 16 and said["wide"] == {"rows": 5} and said["command"].startswith("python -m hil.narrow --out")
+    assert (said["experts"], said["width"]) == (2, 16) and said["wide"] == {"rows": 5}
+    assert said["command"].startswith("python -m hil.narrow --out")
     assert "careful" not in said
     capsys.readouterr()
     # As narrow as asked already: nothing to do.

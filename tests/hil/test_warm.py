@@ -34,14 +34,13 @@ def test_a_kernel_that_fails_is_named_and_the_rest_are_compiled():
     assert ran == [(64, 0)]
 
 
-def _counts(lock, tasks, done, elements, deadline):
+def _counts(tasks, done, elements, deadline):
     assert elements >= 2 * 64 * 512
     while tasks.get() is not None and time.time() < deadline:
-        with lock:
-            done.put(1)
+        done.put(1)
 
 
-def _dies(lock, tasks, done, elements, deadline):
+def _dies(tasks, done, elements, deadline):
     raise SystemExit(3)
 
 
@@ -53,7 +52,7 @@ def test_real_processes_do_all_of_it_and_are_gone():
     assert time.time() - started < 55
 
 
-def _large_enough(lock, tasks, done, elements, deadline):
+def _large_enough(tasks, done, elements, deadline):
     if elements == 2 * 40 * 2048 * 2048:
         done.put(1)
 
@@ -66,7 +65,7 @@ def test_operands_of_every_side_and_group_fit_the_pool(shape):
 @pytest.fixture
 def ahead(monkeypatch):
     order = []
-    monkeypatch.setattr(room, "compile_ahead", lambda work, number, deadline, lock: order.append((number, deadline, work)))
+    monkeypatch.setattr(room, "compile_ahead", lambda work, number, deadline: order.append((number, deadline, work)))
     monkeypatch.setattr(room, "attempt", lambda shape, names, *_: order.append((shape, names)) or [])
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)

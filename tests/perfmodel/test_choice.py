@@ -9,7 +9,7 @@ from scipy.special import softmax
 from perfmodel import hardware
 from perfmodel.choice import DOUBT, PARTS, Choice, asked, chosen_features, parts_of, with_choice
 from perfmodel.features import features
-from perfmodel.network import Network
+from perfmodel.network import Experts, Network
 
 H200 = hardware.load("h200")
 KERNEL = "torch/fp8_tensorwise_fast"
@@ -117,6 +117,46 @@ def test_saved_and_loaded_it_chooses_the_same(choice):
     for one, other in zip(again.told(matrix), choice.told(matrix), strict=True):
         np.testing.assert_array_equal(one, other)
     assert (choice.told(matrix)[0][:, 0] == np.where(matrix[:, 0] > 10, 128, 64)).all()
+
+
+@pytest.fixture
+def experts(choice):
+    """Below 1 in the second input nothing but the first kernel, above as `choice`."""
+    one = choice.network
+    weights, biases = np.zeros_like(one.layers[0][0]), np.array([5, 0, 0], dtype=np.float32)
+    always = Network(one.mean, one.deviation, 0.0, 1.0, [(weights, biases)])
+    return Choice(Experts(1, np.array([1.0], dtype=np.float32), [always, one]), choice.kernels)
+
+
+def test_of_several_networks_each_row_asks_its_own(choice, experts):
+    generator = np.random.default_rng(1)
+    matrix = generator.uniform(0, 20, (1300, choice.network.inputs))
+    matrix[:, 1] = generator.choice([0.0, 0.5, 1.0, 2.0], len(matrix))
+    told, doubt = experts.told(matrix)
+    below = matrix[:, 1] < 1
+    theirs, doubts = choice.told(matrix[~below])
+    np.testing.assert_array_equal(told[~below], theirs)
+    np.testing.assert_array_equal(doubt[~below], doubts)
+    assert (told[below, 0] == 64).all() and len(set(doubt[below].tolist())) == 1
+    again = Choice.load(experts.save())
+    for one, other in zip(again.told(matrix), (told, doubt), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert experts.told(matrix[below][:0])[0].shape == (0, len(PARTS))
+
+
+def test_experts_that_do_not_fit_together_are_refused(experts):
+    document = json.loads(experts.save())
+    network = document["network"]
+    for wrong in (
+        {"edges": []},
+        {"edges": [1.0, 2.0]},
+        {"column": -1},
+        {"column": 10_000},
+        {"networks": []},
+        {"networks": [network["networks"][0], {**network["networks"][1], "arrays": network["networks"][1]["arrays"][:3]}]},
+    ):
+        with pytest.raises(ValueError, match="the choice is damaged"):
+            Choice.load(json.dumps({**document, "network": {**network, **wrong}}).encode())
 
 
 def test_a_damaged_one_is_refused(choice):

@@ -1,5 +1,7 @@
 """The network: its gradients against finite differences, what it learns, and what it saves."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -111,3 +113,16 @@ def test_units_are_hard_swish():
     found = x.copy()
     compiled.loops().rectify(found, np.full(16, 0.25, np.float32))
     np.testing.assert_allclose(found, torch.nn.functional.hardswish(torch.from_numpy(x) + 0.25).numpy(), rtol=1e-6, atol=1e-7)
+
+
+def test_layers_that_half_precision_holds_take_half_the_room(learned):
+    net, matrix, _ = learned
+    halved = replace(net, layers=[(network.in_half(weights), network.in_half(biases)) for weights, biases in net.layers])
+    for one in (net, halved):
+        again = Network.load(one.save())
+        np.testing.assert_array_equal(again.predict(matrix[:600]), one.predict(matrix[:600]))
+        np.testing.assert_array_equal(again.mean, one.mean)
+    assert len(halved.save()) < 0.53 * len(net.save())
+    np.testing.assert_allclose(halved.predict(matrix), net.predict(matrix), atol=0.02)
+    large = Network.load(replace(net, mean=np.full_like(net.mean, 1e5)).save())
+    assert (large.mean == 1e5).all()

@@ -1,0 +1,189 @@
+"""How networks of choices are taught: several at once, each a slice of the same batched products.
+
+A layer of 16 networks is one product of (16, batch, inputs) by (16, inputs, units): on a GPU they learn in the time of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from perfmodel.network import REACH, Experts, Network
+
+if TYPE_CHECKING:
+    import torch
+
+# The input by which calls are shared out among experts: of GEMMs, the size of the result.
+COLUMN = "log2_output_bytes"
+DECAY = 1e-2
+# Of the steps so many, the first, may multiply in bfloat16.
+_COARSE = 0.95
+
+Stacked = list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]
+"""Weights (networks, inputs, outputs) and biases (networks, 1, outputs) of each layer."""
+
+
+def networks_of(network: Network | Experts) -> list[Network]:
+    """The networks that there are."""
+    return network.networks if isinstance(network, Experts) else [network]
+
+
+def untaught(
+    matrix: npt.NDArray[np.floating], column: int, experts: int, hidden: Sequence[int], values: int, seed: int = 0
+) -> Network | Experts:
+    """Networks that know nothing yet, for as many rows each.
+
+    Args:
+        matrix: Features of the rows to teach, (rows, inputs).
+        column: The input by which they are shared out.
+        experts: How many networks.
+        hidden: Units of each hidden layer.
+        values: What the last layer gives.
+        seed: Of the weights.
+    """
+    generator = np.random.default_rng(seed)
+    sizes = [matrix.shape[1], *hidden, values]
+    deciding = matrix[:, column].astype(np.float32)
+    edges = np.unique(np.quantile(deciding, np.arange(1, experts) / experts).astype(np.float32))
+    edges = edges[edges > deciding.min()]
+    number = np.searchsorted(edges, deciding, side="right")
+    made = []
+    for expert in range(len(edges) + 1):
+        mine, layers = matrix[number == expert], list[tuple[Any, Any]]()
+        for fan_in, fan_out in zip(sizes, sizes[1:], strict=False):
+            bound = 1 / np.sqrt(fan_in)
+            drawn = (generator.uniform(-bound, bound, shape).astype(np.float32) for shape in ((fan_in, fan_out), (fan_out,)))
+            layers.append((next(drawn), next(drawn)))
+        mean, deviation = mine.mean(axis=0).astype(np.float32), mine.std(axis=0).astype(np.float32) + np.float32(1e-6)
+        made.append(Network(mean, deviation, 0.0, 1.0, layers))
+    return made[0] if len(made) == 1 else Experts(column, edges, made)
+
+
+def shared_out(network: Network | Experts, matrix: npt.NDArray[np.floating]) -> list[npt.NDArray[np.int64]]:
+    """The numbers of the rows that each network is asked for."""
+    return network.asked(matrix) if isinstance(network, Experts) else [np.arange(len(matrix))]
+
+
+def stacked(networks: Sequence[Network]) -> Stacked:
+    """Layers of networks of one form."""
+    layers = zip(*(network.layers for network in networks), strict=True)
+    return [(np.stack([w for w, _ in layer]), np.stack([b for _, b in layer])[:, None]) for layer in layers]
+
+
+def with_layers(network: Network | Experts, layers: Stacked) -> Network | Experts:
+    """The same with other weights."""
+    made = [
+        Network(old.mean, old.deviation, old.level, old.spread, [(w[number].copy(), b[number, 0].copy()) for w, b in layers])
+        for number, old in enumerate(networks_of(network))
+    ]
+    return Experts(network.column, network.edges, made) if isinstance(network, Experts) else made[0]
+
+
+def _through(layers: Sequence[tuple[torch.Tensor, torch.Tensor]], x: torch.Tensor) -> torch.Tensor:
+    """What the last layers give for normal features, (networks, rows, inputs) to (networks, rows, values)."""
+    import torch
+
+    for number, (weights, biases) in enumerate(layers):
+        x = torch.baddbmm(biases, x, weights)
+        if number < len(layers) - 1:
+            x = torch.nn.functional.hardswish(x)
+    return x
+
+
+def normal(network: Network, matrix: torch.Tensor) -> torch.Tensor:
+    """Features as the network's first layer takes them."""
+    import torch
+
+    mean, deviation = (torch.tensor(a, device=matrix.device) for a in (network.mean, network.deviation))
+    return ((matrix - mean) / deviation).clamp(-REACH, REACH)
+
+
+def values_of(network: Network | Experts, matrix: torch.Tensor, rows_at_once: int = 2**16) -> torch.Tensor:
+    """What networks give for rows, (rows, values), in half precision, the best of each 0."""
+    import torch
+
+    result = torch.empty(len(matrix), network.values, dtype=torch.float16, device=matrix.device)
+    asked = shared_out(network, matrix.cpu().numpy()) if isinstance(network, Experts) else [np.arange(len(matrix))]
+    for one, mine in zip(networks_of(network), asked, strict=True):
+        layers = [tuple(torch.from_numpy(a).to(matrix.device) for a in layer) for layer in stacked([one])]
+        for rows in torch.from_numpy(mine).to(matrix.device).split(rows_at_once):
+            found = _through(layers, normal(one, matrix[rows])[None])[0]  # type: ignore[arg-type]
+            result[rows] = (found - found.max(dim=1, keepdim=True).values).half()
+    return result
+
+
+def taught(
+    network: Network | Experts,
+    matrix: torch.Tensor,
+    kept: Sequence[npt.NDArray[np.int64]],
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    epochs: int,
+    batch: int,
+    rate: float,
+    seed: int = 0,
+    coarse: bool = False,
+    on_epoch: Callable[[int, float], None] | None = None,
+) -> Network | Experts:
+    """Networks that go on from what they are, each by its own rows.
+
+    Args:
+        network: To begin with.
+        matrix: Features of rows, (rows, inputs), where the work is to be done.
+        kept: Numbers of the rows to learn from, for each network.
+        loss: Of what the last layers give, (networks, batch, values), for rows of these numbers, (networks, batch).
+        epochs: Times that each row is seen, on average; a network of few rows sees its own more often.
+        batch: Rows of one step for all networks together.
+        rate: The highest learning rate.
+        seed: Of the order.
+        coarse: Multiply in bfloat16 but for the last steps.
+        on_epoch: Told the number of each epoch that is done, and its last loss.
+    """
+    import torch
+
+    torch.manual_seed(seed)
+    networks, device = networks_of(network), matrix.device
+    x = torch.empty(len(matrix), matrix.shape[1], device=device)
+    for one, rows in zip(networks, kept, strict=True):
+        x[torch.from_numpy(rows).to(device)] = normal(one, matrix[torch.from_numpy(rows).to(device)])
+    # One without rows takes part with any, and stays as it was.
+    known = [torch.from_numpy(rows if len(rows) else np.concatenate(kept)).to(device) for rows in kept]
+    layers = [tuple(torch.nn.Parameter(torch.from_numpy(a.copy()).to(device)) for a in layer) for layer in stacked(networks)]
+    total = sum(map(len, kept))
+    each = max(1, min(batch, total) // len(networks))
+    in_epoch = max(1, total // (each * len(networks)))
+    parameters = [parameter for layer in layers for parameter in layer]
+    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=DECAY, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, epochs * in_epoch, pct_start=0.15, cycle_momentum=False)
+    step, last = 0, torch.zeros(())
+    for epoch in range(epochs):
+        for index in _batches(known, each, in_epoch):
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=coarse and step < _COARSE * epochs * in_epoch):
+                out = _through(layers, x[index])  # type: ignore[arg-type]
+            last = loss(out.float(), index)
+            optimizer.zero_grad()
+            last.backward()
+            optimizer.step()
+            schedule.step()
+            step += 1
+        if on_epoch:
+            on_epoch(epoch + 1, last.item())
+    found = [tuple(part.detach().cpu().numpy() for part in layer) for layer in layers]
+    for before, layer in zip(stacked(networks), found, strict=True):
+        for old, new in zip(before, layer, strict=True):
+            untaught_ones = [number for number, rows in enumerate(kept) if not len(rows)]
+            new[untaught_ones] = old[untaught_ones]
+    return with_layers(network, found)  # type: ignore[arg-type]
+
+
+def _batches(known: Sequence[torch.Tensor], each: int, number: int) -> Iterator[torch.Tensor]:
+    """So many steps' rows, (networks, each), each network's in an order of its own, again from the start where they end."""
+    import torch
+
+    orders: list[Any] = []
+    for rows in known:
+        times = -(-each * number // len(rows))
+        orders.append(torch.cat([rows[torch.randperm(len(rows), device=rows.device)] for _ in range(times)])[: each * number])
+    yield from torch.stack(orders).view(len(known), number, each).unbind(1)

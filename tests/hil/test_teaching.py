@@ -1,0 +1,79 @@
+"""Several networks taught at once: as each would be alone, and one without rows stays as it was."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from hil import teaching
+from perfmodel.network import Experts, Network
+
+
+@pytest.fixture
+def rows():
+    generator = np.random.default_rng(0)
+    return generator.standard_normal((4000, 5)).astype(np.float32)
+
+
+def by_hand(network, matrix):
+    """What torch's own layers make of it."""
+    x = torch.from_numpy(((matrix - network.mean) / network.deviation).clip(-4, 4))
+    for number, (weights, biases) in enumerate(network.layers):
+        x = torch.nn.functional.linear(x, torch.from_numpy(weights.T.copy()), torch.from_numpy(biases))
+        if number < len(network.layers) - 1:
+            x = torch.nn.functional.hardswish(x)
+    return x.numpy()
+
+
+def test_rows_are_shared_out_evenly_by_one_input(rows):
+    experts = teaching.untaught(rows, 2, 4, [8, 8], 3)
+    assert isinstance(experts, Experts) and experts.column == 2 and (experts.inputs, experts.values) == (5, 3)
+    shared = teaching.shared_out(experts, rows)
+    assert [len(mine) for mine in shared] == [1000] * 4
+    assert np.array_equal(np.sort(np.concatenate(shared)), np.arange(4000))
+    ends = [(rows[mine, 2].min(), rows[mine, 2].max()) for mine in shared]
+    assert all(one[1] < other[0] for one, other in zip(ends, ends[1:], strict=False))
+    for network, mine in zip(experts.networks, shared, strict=True):
+        np.testing.assert_allclose(network.mean, rows[mine].mean(axis=0), atol=1e-5)
+    assert isinstance(teaching.untaught(rows, 2, 1, [8], 3), Network)
+    # What takes few values is cut no finer than it can be.
+    assert len(teaching.untaught(np.round(rows > 0).astype(np.float32), 2, 4, [8], 3).networks) == 2
+
+
+def test_values_are_those_of_torchs_layers_whoever_is_asked(rows):
+    experts = teaching.untaught(rows, 0, 3, [16, 16], 4)
+    found = teaching.values_of(experts, torch.from_numpy(rows)).float().numpy()
+    given = np.full((len(rows), 4), np.nan, np.float32)
+    for numbers, values in experts.blocks(rows):
+        given[numbers] = values
+    for network, mine in zip(experts.networks, experts.asked(rows), strict=True):
+        expected = by_hand(network, rows[mine])
+        np.testing.assert_allclose(given[mine], expected, atol=1e-5)
+        np.testing.assert_allclose(found[mine], expected - expected.max(axis=1, keepdims=True), atol=2e-3)
+
+
+def squares(target):
+    def loss(out, index):
+        return ((out[..., 0] - torch.from_numpy(target)[index]) ** 2).mean()
+
+    return loss
+
+
+def test_each_learns_its_own_part_and_one_without_rows_stays(rows):
+    begun = teaching.untaught(rows, 0, 2, [16], 1)
+    # Another line on each side of the edge.
+    target = np.where(rows[:, 0] >= begun.edges[0], 2 * rows[:, 1], -rows[:, 2] + 1).astype(np.float32)
+    kept, matrix = teaching.shared_out(begun, rows), torch.from_numpy(rows)
+    lasts: list[tuple[int, float]] = []
+    found = teaching.taught(begun, matrix, kept, squares(target), 30, 256, 1e-2, on_epoch=lambda *done: lasts.append(done))
+    assert [number for number, _ in lasts] == list(range(1, 31)) and lasts[-1][1] < 0.02 < lasts[0][1]
+    for network, mine in zip(found.networks, kept, strict=True):
+        assert np.sqrt(np.mean((by_hand(network, rows[mine])[:, 0] - target[mine]) ** 2)) < 0.2
+    half = teaching.taught(begun, matrix, [kept[0], kept[1][:0]], squares(target), 2, 256, 1e-2)
+    for (weights, biases), (same, level) in zip(half.networks[1].layers, begun.networks[1].layers, strict=True):
+        np.testing.assert_array_equal(weights, same)
+        np.testing.assert_array_equal(biases, level)
+    assert not np.array_equal(half.networks[0].layers[0][0], begun.networks[0].layers[0][0])
+    with pytest.raises(ValueError, match="do not fit together"):
+        Experts.of({"column": 0, "edges": [], "networks": [json.loads(n.save()) for n in found.networks]})
