@@ -51,6 +51,22 @@ def test_candidates_are_timed_by_the_gpu_alone_under_the_lock_and_chosen_anew(in
     assert before == after
 
 
+def test_what_cannot_be_launched_takes_forever_and_other_errors_are_told(inductor, monkeypatch):
+    def fails(message):
+        def call():
+            raise RuntimeError(message)
+
+        return call
+
+    monkeypatch.setattr(candidates, "queued_ms", lambda call: call())
+    with locked_autotune():
+        assert inductor.benchmarker.benchmark(fn=fails("CUDA error: invalid configuration argument"), device="cuda") == float(
+            "inf"
+        )
+        with pytest.raises(RuntimeError, match="illegal"):
+            inductor.benchmarker.benchmark_gpu(fails("an illegal memory access"))
+
+
 def test_ahead_of_the_timing_the_first_is_run_and_nothing_is_chosen(inductor, monkeypatch):
     monkeypatch.setattr(candidates, "queued_ms", lambda call: pytest.fail("nothing is timed"))
     with left_open():
