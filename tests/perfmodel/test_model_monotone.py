@@ -7,7 +7,7 @@ import pytest
 import perfmodel
 from perfmodel import KERNELS
 from perfmodel.model import PerfModel
-from perfmodel.prediction import WIDER_GEMM, WIDER_MEMORY, at_edge, octaves_beyond
+from perfmodel.prediction import ROOFLINE_SHARE, WIDER_GEMM, WIDER_MEMORY, at_edge, octaves_beyond
 
 SLACK = 1 / 3  # of `PerfModel.predict`
 GEMMS = ("torch/bf16", "torch/fp8_tensorwise_fast", "torch/fp8_tensorwise_split", "torch/fp8_rowwise_fast", "torch/fp8_block128")
@@ -82,19 +82,22 @@ def test_octaves_beyond_by_hand():
 
 @pytest.mark.parametrize("kernel", [*GEMMS, *MEMORY])
 def test_the_further_beyond_the_wider_the_interval(model, kernel):
-    """By as much as it says for each octave: the interval of the edge to that power, and `explain` says so."""
+    """By as much as it says for each octave, on both sides unless the roofline ends it, and `explain` says so."""
     limits = model.manifest["kernels"][kernel]["range"]
     size = {"m": 256 * int(limits["m"][1] // 256), "n": 128 if kernel in GEMMS else 1, "k": 128}
-    widths, powers = [], []
+    above, below, ended, powers = [], [], [], []
     for octave in range(5):
         call = {"kernel": kernel, **size, "m": size["m"] * 2**octave}
         found = model.predict(pd.DataFrame([call])).iloc[0]
-        widths.append(np.log(found["high_us"] / found["low_us"]))
         said = model.explain(call)
+        above.append(np.log(found["high_us"] / found["time_us"]))
+        below.append(np.log(found["time_us"] / found["low_us"]))
+        ended.append(found["low_us"] <= ROOFLINE_SHARE * said.roofline_us * (1 + 1e-9))
         powers.append(said.wider_beyond)
         assert (said.wider_beyond > 1) == ("extrapolation, its interval" in said.words())
         assert bool(said.outside) == (octave > 0) and ("outside the measured sizes" in said.words()) == (octave > 0)
     beyond = np.log2(size["m"] / limits["m"][1]) + np.arange(1, 5)
     each = WIDER_GEMM if kernel in GEMMS else WIDER_MEMORY
     np.testing.assert_allclose(powers, [1.0, *(1 + each * beyond)])
-    assert (np.diff(widths[1:]) > 0).all()
+    assert (np.diff(above[1:]) > 0).all()
+    assert ((np.diff(below[1:]) > 0) | ended[2:]).all()

@@ -41,19 +41,32 @@ def on_another_gpu(rows: pd.DataFrame, base: PerfModel) -> pd.DataFrame:
 
 
 @pytest.fixture(scope="module")
-def halves(base) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """GEMM rows of the zoo, which the base never saw, on another GPU: about 300 to refine on, and other shapes to judge."""
+def splits(base) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
+    """GEMM rows of the zoo, which the base never saw, on another GPU: about 300 to refine on, and other shapes to judge.
+
+    Several draws: whether local parts are worth taking hangs on which 65 shapes were measured.
+    """
     zoo = read_timings("h200").query("sweep == 'zoo' and settled")
     zoo = zoo[zoo["kernel"].isin(perfmodel.GEMM_KERNELS) & zoo["kernel"].str.startswith("torch/")].reset_index(drop=True)
     shape = zoo.groupby(SHAPE).ngroup().to_numpy()
-    order = np.random.default_rng(0).permutation(shape.max() + 1)[shape]
     rows = on_another_gpu(zoo, base)
-    return rows[order < 65].reset_index(drop=True), rows[order >= 250].reset_index(drop=True)
+    orders = [np.random.default_rng(seed).permutation(shape.max() + 1)[shape] for seed in range(4)]
+    return [(rows[order < 65].reset_index(drop=True), rows[order >= 250].reset_index(drop=True)) for order in orders]
 
 
 @pytest.fixture(scope="module")
-def refinement(base, halves) -> Refinement:
-    return refine(base, halves[0])
+def refinements(base, splits) -> list[Refinement]:
+    return [refine(base, measured) for measured, _ in splits]
+
+
+@pytest.fixture(scope="module")
+def halves(splits) -> tuple[pd.DataFrame, pd.DataFrame]:
+    return splits[1]
+
+
+@pytest.fixture(scope="module")
+def refinement(refinements) -> Refinement:
+    return refinements[1]
 
 
 def mape(model: PerfModel, rows: pd.DataFrame) -> float:
@@ -65,27 +78,33 @@ def coverage(model: PerfModel, rows: pd.DataFrame) -> float:
     return float(((rows["p50_us"] >= predicted["low_us"]) & (rows["p50_us"] <= predicted["high_us"])).mean())
 
 
-def test_another_gpu_is_learned_from_few_rows(base, halves, refinement):
-    measured, fresh = halves
-    assert 200 <= len(measured) <= 400
-    assert not set(map(tuple, measured[SHAPE].to_numpy())) & set(map(tuple, fresh[SHAPE].to_numpy()))
-    assert mape(base, fresh) > 0.25
-    assert mape(refinement.model, fresh) < 0.065
-    assert coverage(base, fresh) < 0.2
-    assert 0.85 <= coverage(refinement.model, fresh) <= 0.96
-    # What it says of itself is what fresh shapes find.
-    after = refinement.accuracy_after["all"]
-    assert after["mape"] == pytest.approx(mape(refinement.model, fresh), abs=0.02)
-    assert after["coverage"] == pytest.approx(coverage(refinement.model, fresh), abs=0.06)
+def test_another_gpu_is_learned_from_few_rows(base, splits, refinements):
+    covered, stated = [], []
+    for (measured, fresh), refinement in zip(splits, refinements, strict=True):
+        assert 200 <= len(measured) <= 400
+        assert not set(map(tuple, measured[SHAPE].to_numpy())) & set(map(tuple, fresh[SHAPE].to_numpy()))
+        assert mape(base, fresh) > 0.25
+        assert mape(refinement.model, fresh) < 0.04
+        assert coverage(base, fresh) < 0.2
+        covered.append(coverage(refinement.model, fresh))
+        # What it says of itself is what fresh shapes find.
+        after = refinement.accuracy_after["all"]
+        assert after["mape"] == pytest.approx(mape(refinement.model, fresh), abs=0.02)
+        stated.append(after["coverage"])
+    assert 0.87 <= np.mean(covered) <= 0.93 and min(covered) > 0.8
+    assert np.mean(stated) == pytest.approx(np.mean(covered), abs=0.03)
 
 
-def test_local_part_beats_the_machine_part_alone(base, halves, refinement):
-    """Taking the local parts out of the refinement makes it worse on fresh shapes."""
-    plain = {key: replace(value, method="machine", local=None) for key, value in refinement.corrections.items()}
-    alone = replace(refinement, corrections=plain)
-    fresh = halves[1]
-    assert any(value.method == "local" for value in refinement.corrections.values())
-    assert mape(alone.model, fresh) > 1.05 * mape(refinement.model, fresh)
+def test_local_parts_beat_the_machine_part_alone(splits, refinements):
+    """Taking the local parts out of the refinements makes them worse on fresh shapes."""
+    with_them, without = [], []
+    for (_, fresh), refinement in zip(splits, refinements, strict=True):
+        plain = {key: replace(value, method="machine", local=None) for key, value in refinement.corrections.items()}
+        with_them.append(mape(refinement.model, fresh))
+        without.append(mape(replace(refinement, corrections=plain).model, fresh))
+    methods = [value.method for refinement in refinements for value in refinement.corrections.values()]
+    assert methods.count("local") >= 8
+    assert np.mean(without) > 1.05 * np.mean(with_them)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
