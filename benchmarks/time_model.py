@@ -6,8 +6,8 @@
 accuracy: cross-validation by whole shapes over the fitted sweeps of an H200. repeat: how far two runs' timings of one kernel
 on one shape are apart, and half of that, which is what the best guess between them is off. coverage: whole runs left out, the
 intervals from the errors of other left-out runs alone. learning: what more rows bring. unseen: the shipped trees on the sweeps
-that no fit saw, the zoo's models, `blind` to `blind10`, `blind_memory` to `blind_memory4`; fresh: the last table of these
-alone, of the sweeps of one process together. extrapolation: fitted without the largest octave of M, N, K and FLOPs, and
+that no fit saw, the zoo's models, `blind` to `blind10`, `blind_memory` to `blind_memory4`; fresh: one table of these
+from `blind3` and `blind_memory` on. extrapolation: fitted without the largest octave of M, N, K and FLOPs, and
 without one K, and judged there. beyond: likewise without the two largest octaves of M, N or K, and how wide intervals must be
 there. peers: each fitted on the same folds; nvMatmulHeuristics where it is installed (pip install nvidia-matmul-heuristics).
 Regret is the geometric mean of the chosen kernel's measured time over the best one's: per FP8 kernel of the choice between it
