@@ -225,7 +225,7 @@ def shipped(model: perfmodel.PerfModel, rows: pd.DataFrame) -> tuple[Array, Arra
 
 
 def fresh(data: Data) -> None:
-    """The shipped model on all fresh sweeps of one process: GEMMs kernel by kernel, others library by library."""
+    """The shipped model on fresh sweeps, `blind3` and `blind_memory` on: GEMMs kernel by kernel, others library by library."""
     rows = data.everything[
         data.everything["sweep"].str.fullmatch(r"blind([3-9]|10)|blind_memory\d?") & data.everything["settled"]
     ]

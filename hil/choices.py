@@ -42,7 +42,6 @@ from hil.launches import drawn, takes
 from hil.timing import BufferPool
 from perfmodel.choice import PARTS, TILE, Choice, asked, parts_of, vocabulary
 from perfmodel.data_folder import data_folder
-from perfmodel.features import features
 from perfmodel.hardware import DEFAULT, HardwareSpec
 from perfmodel.model import PerfModel, choice_file
 from perfmodel.network import Experts, Network
@@ -277,7 +276,7 @@ def learn(
     test, order = np.split(np.random.default_rng(seed).permutation(len(rows)), [min(HELD_OUT, len(rows) // 10)])
     order = np.sort(order[number[order] >= 0])
     if start is None:
-        column = features(kernel, m[:1], n[:1], k[:1], groups[:1], hardware)[0].index(teaching.COLUMN)
+        column = teaching.deciding(kernel, hardware)
         begun = teaching.untaught(matrix, column, experts, [width or WIDTH] * HIDDEN, tiles + rests, seed)
     else:
         begun = _gone_on(start, known)

@@ -28,7 +28,6 @@ from hil.choices import HELD_OUT, HIDDEN, KERNELS_ASKED, judged, shapes_to_ask, 
 from hil.command import Parser
 from perfmodel.calls import columns_of
 from perfmodel.choice import Choice, asked, vocabulary
-from perfmodel.features import features
 from perfmodel.hardware import HardwareSpec
 from perfmodel.judge import SHAPE
 from perfmodel.measured import read_choices
@@ -142,7 +141,7 @@ def narrowed(
     """
     held_out = min(HELD_OUT, len(shapes) // 10)
     matrix = _asked(kernel, shapes, hardware)
-    column = features(kernel, *columns_of(shapes[:1]), hardware)[0].index(teaching.COLUMN)
+    column = teaching.deciding(kernel, hardware)
     choice = taught(teacher, matrix[held_out:], column, experts, width, epochs)
     rows = {"drawn": matrix[:held_out], **({} if careful is None else {"careful": _asked(kernel, careful, hardware)})}
     found = {name: {"shapes": len(some), "alike": _alike(choice, teacher, some)} for name, some in rows.items()}

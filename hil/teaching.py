@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from perfmodel.features import features
+from perfmodel.hardware import HardwareSpec
 from perfmodel.network import REACH, Experts, Network
 
 if TYPE_CHECKING:
@@ -24,6 +26,12 @@ _COARSE = 0.95
 
 Stacked = list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]
 """Weights (networks, inputs, outputs) and biases (networks, 1, outputs) of each layer."""
+
+
+def deciding(kernel: str, hardware: HardwareSpec) -> int:
+    """Which of the inputs of `perfmodel.choice.asked` is `COLUMN`."""
+    one = np.ones(1)
+    return features(kernel, one, one, one, one, hardware)[0].index(COLUMN)
 
 
 def networks_of(network: Network | Experts) -> list[Network]:
@@ -46,10 +54,10 @@ def untaught(
     """
     generator = np.random.default_rng(seed)
     sizes = [matrix.shape[1], *hidden, values]
-    deciding = matrix[:, column].astype(np.float32)
-    edges = np.unique(np.quantile(deciding, np.arange(1, experts) / experts).astype(np.float32))
-    edges = edges[edges > deciding.min()]
-    number = np.searchsorted(edges, deciding, side="right")
+    shared_by = matrix[:, column].astype(np.float32)
+    edges = np.unique(np.quantile(shared_by, np.arange(1, experts) / experts).astype(np.float32))
+    edges = edges[edges > shared_by.min()]
+    number = np.searchsorted(edges, shared_by, side="right")
     made = []
     for expert in range(len(edges) + 1):
         mine, layers = matrix[number == expert], list[tuple[Any, Any]]()

@@ -43,11 +43,6 @@ def _gate(x: Array) -> Array:
     return np.clip(gate, np.float32(0), np.float32(1), out=gate)
 
 
-def rectified(x: Array) -> Array:
-    """What hidden units give for the sums that reach them."""
-    return x * _gate(x)
-
-
 def in_half(x: Array) -> Array:
     """Values rounded to float16, as float32: a network of such is saved in half the room."""
     with np.errstate(over="ignore"):
