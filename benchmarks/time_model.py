@@ -6,7 +6,7 @@
 accuracy: cross-validation by whole shapes over the fitted sweeps of an H200. repeat: how far two runs' timings of one kernel
 on one shape are apart, and half of that, which is what the best guess between them is off. coverage: whole runs left out, the
 intervals from the errors of other left-out runs alone. learning: what more rows bring. unseen: the shipped trees on the sweeps
-that no fit saw, the zoo's models, `blind` to `blind10`, `blind_memory` to `blind_memory4`; fresh: one table of these
+that no fit saw, the zoo's models, `blind` to `blind11`, `blind_memory` to `blind_memory5`; fresh: one table of these
 from `blind3` and `blind_memory` on. extrapolation: fitted without the largest octave of M, N, K and FLOPs, and
 without one K, and judged there. beyond: likewise without the two largest octaves of M, N or K, and how wide intervals must be
 there. peers: each fitted on the same folds; nvMatmulHeuristics where it is installed (pip install nvidia-matmul-heuristics).
@@ -55,6 +55,8 @@ Array = npt.NDArray[np.float64]
 
 SECTIONS = ("accuracy", "repeat", "coverage", "learning", "unseen", "fresh", "extrapolation", "beyond", "peers")
 HARDWARE = "h200"
+# Fresh sweeps in which torch.compile's own clock chose among its candidates.
+OWN_CLOCK = ("blind_memory", "blind_memory2", "blind_memory3")
 
 
 class Data:
@@ -197,11 +199,12 @@ def unseen(data: Data) -> None:
         ("blind6", "Fresh shapes, of any sizes too (sweep blind6)"), ("blind7", "Fresh shapes, of any sizes too (sweep blind7)"),
         ("blind8", "Fresh shapes (sweep blind8)"),
         ("blind9", "Fresh shapes, looked at once (sweep blind9)"),
-        ("blind10", "Fresh shapes, looked at once (sweep blind10)"),
+        ("blind10", "Fresh shapes (sweep blind10)"), ("blind11", "Fresh shapes, looked at once (sweep blind11)"),
         ("blind_memory", "Fresh operands of one process (sweep blind_memory)"),
         ("blind_memory2", "Fresh operands of one process (sweep blind_memory2)"),
         ("blind_memory3", "Fresh operands of one process, looked at once (sweep blind_memory3)"),
         ("blind_memory4", "Fresh operands, the fastest candidate chosen (sweep blind_memory4)"),
+        ("blind_memory5", "Fresh operands, the fastest candidate chosen, looked at once (sweep blind_memory5)"),
     ):  # fmt: skip
         rows = data.everything[(data.everything["sweep"] == sweep) & data.everything["kernel"].isin(data.kernels)]
         rows = rows[rows["kernel"].isin(list(model.manifest["kernels"]))].reset_index(drop=True)
@@ -227,13 +230,14 @@ def shipped(model: perfmodel.PerfModel, rows: pd.DataFrame) -> tuple[Array, Arra
 def fresh(data: Data) -> None:
     """The shipped model on fresh sweeps, `blind3` and `blind_memory` on: GEMMs kernel by kernel, others library by library."""
     rows = data.everything[
-        data.everything["sweep"].str.fullmatch(r"blind([3-9]|10)|blind_memory\d?") & data.everything["settled"]
+        data.everything["sweep"].str.fullmatch(r"blind([3-9]|1[01])|blind_memory\d?") & data.everything["settled"]
     ]
     rows = rows[rows["kernel"].isin(data.kernels)].reset_index(drop=True)
     predicted, bounds = shipped(perfmodel.load(HARDWARE), rows)
-    families = np.array([family(name) for name in rows["kernel"]], dtype=object)
+    by_its_clock = rows["sweep"].isin(OWN_CLOCK).to_numpy()
+    families = np.array([family(*of) for of in zip(rows["kernel"], by_its_clock, strict=True)], dtype=object)
     print(f"\n{HEAD}")
-    for name in dict.fromkeys(family(name) for name in KERNELS):
+    for name in dict.fromkeys(family(name, own) for name in KERNELS for own in (False, True)):
         mine = families == name
         if mine.any():
             regret = fit.regret_beside_bf16(rows, predicted, name)
@@ -241,12 +245,16 @@ def fresh(data: Data) -> None:
     choices(rows, predicted)
 
 
-def family(kernel: str) -> str:
-    """What a kernel is judged with: itself where it is a GEMM, else all of its library that quantize, or that do not."""
+def family(kernel: str, by_its_clock: bool = False) -> str:
+    """What a kernel is judged with: itself where it is a GEMM, else all of its library that quantize, or that do not.
+
+    Those of torch.compile that its own clock chose among its candidates, in sweeps of before, are a family of their own.
+    """
     if "gemm" in KERNELS[kernel].kind:
         return kernel
     library, _, name = kernel.partition("/")
-    return f"{library}/quantize_*" if name.startswith("quantize") else f"{library}, other memory-bound kernels"
+    what = f"{library}/quantize_*" if name.startswith("quantize") else f"{library}, other memory-bound"
+    return f"{what} (own clock)" if by_its_clock and library == "torch" else what
 
 
 def choices(rows: pd.DataFrame, predicted: Array) -> None:

@@ -73,10 +73,12 @@ NEVER_SEEN = {
     "blind8": "held_out_blind8",
     "blind9": "held_out_blind9",
     "blind10": "held_out_blind10",
+    "blind11": "held_out_blind11",
     "blind_memory": "held_out_blind_memory",
     "blind_memory2": "held_out_blind_memory2",
     "blind_memory3": "held_out_blind_memory3",
     "blind_memory4": "held_out_blind_memory4",
+    "blind_memory5": "held_out_blind_memory5",
 }
 TORCH_GEMMS = tuple(name for name in GEMM_KERNELS if library_of(name) == "torch")
 HELD_OUT_SWEEPS = (*NEVER_SEEN, "repeat", "again", "own_clock", "queued", "queued_alone")

@@ -68,21 +68,23 @@ def test_memory_kernels_of_several_workers_are_short_by_launches(tmp_path):
     assert len(found) == 23 and (added[11:] == 0).all()
 
 
-def test_a_librarys_gemms_by_themselves_are_brought_to_the_level_of_a_step(tmp_path):
-    frame = write(tmp_path, ["alone", "with grouped ones", "with our own", "among torch's"], [8, 8, 8, 8])
+def test_cool_gemms_by_themselves_are_brought_to_the_level_of_a_step(tmp_path):
+    frame = write(tmp_path, ["alone", "with grouped ones", "with our own", "among torch's blocks", "among torch's"], [8] * 5)
     # Of four: at its best rate and long, at its best rate and short, long and at a tenth of that rate, and long but grouped.
-    frame["m"], frame["n"], frame["k"] = np.tile([4096, 1024, 4096, 4096], 8), 4096, np.tile([4096, 1024, 410, 4096], 8)
-    frame["p50_us"] = np.tile([120.0, 8.0, 120.0, 120.0], 8)
-    frame["kernel"] = ["fbgemm/fp8_block128"] * 32
+    frame["m"], frame["n"], frame["k"] = np.tile([4096, 1024, 4096, 4096], 10), 4096, np.tile([4096, 1024, 410, 4096], 10)
+    frame["p50_us"] = np.tile([120.0, 8.0, 120.0, 120.0], 10)
+    frame["kernel"] = ["fbgemm/fp8_block128"] * 40
     frame.loc[[11, 15], "kernel"] = "torch/fp8_grouped_rowwise_fast"
     frame.loc[[19, 23], "kernel"] = "loka/fp8_tensorwise_fast"
-    frame.loc[[27, 31], "kernel"] = "torch/bf16"
+    frame.loc[24:27, "kernel"] = frame.loc[32:35, "kernel"] = "torch/fp8_block128"
+    frame.loc[[36, 39], "kernel"] = "torch/bf16"
     frame.to_parquet(tmp_path / "gemm.parquet")
     ratio = (read_timings("mine", tmp_path)["p50_us"] / frame["p50_us"]).to_numpy().reshape(-1, 4)
-    share = ALONE_SHARE["fbgemm/fp8_block128"]
+    share, torchs = ALONE_SHARE["fbgemm/fp8_block128"], ALONE_SHARE["torch/fp8_block128"]
     np.testing.assert_allclose(ratio[:2], [[share, 1, 1, share]] * 2)
     np.testing.assert_allclose(ratio[2:6], [[share, 1, 1, 1]] * 4)
-    assert (ratio[6:] == 1).all()
+    np.testing.assert_allclose(ratio[6:8], [[torchs, 1, 1, torchs], [share, 1, 1, share]])
+    assert (ratio[8:] == 1).all()
 
 
 @pytest.mark.parametrize("sidecar", [None, "{", "[]", '{"runs": [{"rows": 3, "command": "x --workers 9"}]}', '{"runs": [{}]}'])
