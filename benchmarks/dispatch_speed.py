@@ -6,7 +6,7 @@ A made-up model of linear layers, three passes each, of standard normal values o
 many differ in shape, as in a model of repeated layers (50), or all do (1000). Libraries are those whose kernels the time model
 knows. The whole what-if is of shapes that nothing has met before, and reads the time model from disk; imports are not in it.
 CPU seconds beside seconds, since another process on the machine lengthens the latter. Then 100,000 kernel times through
-`PerfModel.predict`, of the GEMM kernels of those libraries at random sizes, and of bf16 alone.
+`PerfModel.predict`, of the GEMM kernels of those libraries at random sizes, and of each alone of which cuBLAS' choice is told.
 """
 
 from __future__ import annotations
@@ -137,8 +137,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"a whole what-if: at most {worst:.2f} s CPU; the target is 2 s")
     known = load(options.hardware).manifest["kernels"]
     names = [name for name in known if KERNELS[name].kind == "gemm" and library_of(name) in fixed[0]]
-    # Telling which kernel cuBLAS takes costs most in bf16.
-    for what, some in (("kernel times", names), ("times of torch/bf16 alone", ["torch/bf16"])):
+    # Telling which kernel cuBLAS takes costs most.
+    told = [name for name, entry in known.items() if entry.get("choice")]
+    for what, some in (("kernel times", names), *((f"times of {name} alone", [name]) for name in told)):
         wall, cpu = predicted(some, options.hardware)
         print(f"100,000 {what}: {wall:.2f} s, {cpu:.2f} s CPU; the target is 1 s")
     return int(worst > 2.0)

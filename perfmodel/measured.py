@@ -44,7 +44,7 @@ SHARED_LAUNCH_US = 0.345
 # 170 shapes of the sweep `dense`, timed once so and once beside torch's (sweep `beside`), took so many times as long, by the
 # median of those beyond 100 us at half the kernel's best rate or more (22, 19 and 14 shapes); all others as long. Our own, which
 # are slower, leave it cool, too: a run of both (sweep `wide`), left out, took 12.5, 4.2 and 7.4% less than the others told of
-# such shapes (30, 55 and 48), and as long of others. So do torch's blocks of 128: beside FBGEMM's alone (the last runs of the sweep
+# such shapes (30, 55 and 48), and as long of others. So do torch's blocks of 128: beside FBGEMM's alone (last runs of the sweep
 # `mixed`) 38 such shapes took 1.166 times less than beside torch's others, FBGEMM's 1.159 times (9), and as long of others.
 ALONE_SHARE = {
     "fbgemm/fp8_block128": 1.155, "fbgemm/fp8_rowwise_fast": 1.044, "fbgemm/fp8_rowwise_split": 1.07, "torch/fp8_block128": 1.155,
