@@ -159,14 +159,19 @@ def coverage(data: Data) -> None:
     rows = data.rows
     fresh = leave_out_runs(rows, data.hardware, data.first, data.by_fold)
     predicted, bounds = fresh.predicted, fresh.bounds(rows)
+    groups = {name: (rows["kernel"] == name).to_numpy() for name in data.kernels}
+    by_size("runs that neither the trees nor the intervals saw", groups, rows, predicted, bounds)
+
+
+def by_size(what: str, groups: dict[str, npt.NDArray[np.bool_]], rows: pd.DataFrame, predicted: Array, bounds: Array) -> None:
+    """Share of measurements inside their 90% intervals, per group of rows and size class."""
     edges = (0.0, *SIZE_CLASSES_US, np.inf)
     names = [
         f"{low:g}-{high:g} us" if np.isfinite(high) else f"over {low:g} us" for low, high in zip(edges, edges[1:], strict=False)
     ]
-    print("\nShare inside the 90% interval by predicted time (rows): runs that neither the trees nor the intervals saw")
+    print(f"\nShare inside the 90% interval by predicted time (rows): {what}")
     print(f"{'':38s}" + "".join(f"{name:>15s}" for name in names))
-    groups = [(name, (rows["kernel"] == name).to_numpy()) for name in data.kernels]
-    for name, mine in [*groups, ("all", np.ones(len(rows), dtype=bool))]:
+    for name, mine in {**groups, "all": np.ones(len(rows), dtype=bool)}.items():
         found = coverage_by_class(rows["p50_us"].to_numpy()[mine], predicted[mine], bounds[mine])
         cells = (f"{c['coverage']:.1%} ({c['n']:.0f})" if c["n"] >= 20 else "-" for c in found)
         print(f"{name:38s}" + "".join(f"{cell:>15s}" for cell in cells))
@@ -218,6 +223,8 @@ def unseen(data: Data) -> None:
                 if some.any():
                     print(line(whose, accuracy(rows["p50_us"].to_numpy()[some], predicted[some], bounds[some]), None))
     fresh(data)
+    rows, predicted, bounds, families = of_fresh(data)
+    by_size("fresh sweeps", families, rows, predicted, bounds)
     in_doubt(data.everything[data.everything["sweep"].str.fullmatch(r"blind\d*")], model)
 
 
@@ -227,21 +234,25 @@ def shipped(model: perfmodel.PerfModel, rows: pd.DataFrame) -> tuple[Array, Arra
     return result["time_us"].to_numpy(), result[["low_us", "high_us"]].to_numpy()
 
 
-def fresh(data: Data) -> None:
-    """The shipped model on fresh sweeps, `blind3` and `blind_memory` on: GEMMs kernel by kernel, others library by library."""
+def of_fresh(data: Data) -> tuple[pd.DataFrame, Array, Array, dict[str, npt.NDArray[np.bool_]]]:
+    """Rows of fresh sweeps, `blind3` and `blind_memory` on, what the shipped model says of them, and the rows of each family."""
     rows = data.everything[
         data.everything["sweep"].str.fullmatch(r"blind([3-9]|1[01])|blind_memory\d?") & data.everything["settled"]
     ]
     rows = rows[rows["kernel"].isin(data.kernels)].reset_index(drop=True)
-    predicted, bounds = shipped(perfmodel.load(HARDWARE), rows)
     by_its_clock = rows["sweep"].isin(OWN_CLOCK).to_numpy()
-    families = np.array([family(*of) for of in zip(rows["kernel"], by_its_clock, strict=True)], dtype=object)
+    names = np.array([family(*of) for of in zip(rows["kernel"], by_its_clock, strict=True)], dtype=object)
+    families = {name: names == name for name in dict.fromkeys(family(name, own) for name in KERNELS for own in (False, True))}
+    return rows, *shipped(perfmodel.load(HARDWARE), rows), {name: mine for name, mine in families.items() if mine.any()}
+
+
+def fresh(data: Data) -> None:
+    """The shipped model on fresh sweeps: GEMMs kernel by kernel, others library by library."""
+    rows, predicted, bounds, families = of_fresh(data)
     print(f"\n{HEAD}")
-    for name in dict.fromkeys(family(name, own) for name in KERNELS for own in (False, True)):
-        mine = families == name
-        if mine.any():
-            regret = fit.regret_beside_bf16(rows, predicted, name)
-            print(line(name, accuracy(rows["p50_us"].to_numpy()[mine], predicted[mine], bounds[mine]), regret).rstrip())
+    for name, mine in families.items():
+        regret = fit.regret_beside_bf16(rows, predicted, name)
+        print(line(name, accuracy(rows["p50_us"].to_numpy()[mine], predicted[mine], bounds[mine]), regret).rstrip())
     choices(rows, predicted)
 
 
