@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
     known = load(options.hardware).manifest["kernels"]
     names = [name for name in known if KERNELS[name].kind == "gemm" and library_of(name) in fixed[0]]
     # Telling which kernel cuBLAS takes costs most.
-    told = [name for name, entry in known.items() if entry.get("choice")]
+    told = [name for name, entry in known.items() if entry.get("choice") and library_of(name) in fixed[0]]
     for what, some in (("kernel times", names), *((f"times of {name} alone", [name]) for name in told)):
         wall, cpu = predicted(some, options.hardware)
         print(f"100,000 {what}: {wall:.2f} s, {cpu:.2f} s CPU; the target is 1 s")

@@ -55,8 +55,9 @@ Array = npt.NDArray[np.float64]
 
 SECTIONS = ("accuracy", "repeat", "coverage", "learning", "unseen", "fresh", "extrapolation", "beyond", "peers")
 HARDWARE = "h200"
-# Fresh sweeps in which torch.compile's own clock chose among its candidates.
-OWN_CLOCK = ("blind_memory", "blind_memory2", "blind_memory3")
+# Fresh sweeps: the first two of GEMMs were timed by many workers. In some torch.compile's own clock chose among its candidates.
+FRESH = [name for name in fit.NEVER_SEEN if name.startswith("blind") and name not in ("blind", "blind2")]
+OWN_CLOCK = ("blind_memory", "blind_memory3")
 
 
 class Data:
@@ -222,9 +223,7 @@ def unseen(data: Data) -> None:
             for whose, some in (("all", settled), ("at another's clock", ~settled), ("all, as timed", settled | ~settled)):
                 if some.any():
                     print(line(whose, accuracy(rows["p50_us"].to_numpy()[some], predicted[some], bounds[some]), None))
-    fresh(data)
-    rows, predicted, bounds, families = of_fresh(data)
-    by_size("fresh sweeps", families, rows, predicted, bounds)
+    fresh(data, classes=True)
     in_doubt(data.everything[data.everything["sweep"].str.fullmatch(r"blind\d*")], model)
 
 
@@ -234,26 +233,22 @@ def shipped(model: perfmodel.PerfModel, rows: pd.DataFrame) -> tuple[Array, Arra
     return result["time_us"].to_numpy(), result[["low_us", "high_us"]].to_numpy()
 
 
-def of_fresh(data: Data) -> tuple[pd.DataFrame, Array, Array, dict[str, npt.NDArray[np.bool_]]]:
-    """Rows of fresh sweeps, `blind3` and `blind_memory` on, what the shipped model says of them, and the rows of each family."""
-    rows = data.everything[
-        data.everything["sweep"].str.fullmatch(r"blind([3-9]|1[01])|blind_memory\d?") & data.everything["settled"]
-    ]
+def fresh(data: Data, classes: bool = False) -> None:
+    """The shipped model on fresh sweeps: GEMMs kernel by kernel, others library by library; by size class, too, if `classes`."""
+    rows = data.everything[data.everything["sweep"].isin(FRESH) & data.everything["settled"]]
     rows = rows[rows["kernel"].isin(data.kernels)].reset_index(drop=True)
+    predicted, bounds = shipped(perfmodel.load(HARDWARE), rows)
     by_its_clock = rows["sweep"].isin(OWN_CLOCK).to_numpy()
     names = np.array([family(*of) for of in zip(rows["kernel"], by_its_clock, strict=True)], dtype=object)
     families = {name: names == name for name in dict.fromkeys(family(name, own) for name in KERNELS for own in (False, True))}
-    return rows, *shipped(perfmodel.load(HARDWARE), rows), {name: mine for name, mine in families.items() if mine.any()}
-
-
-def fresh(data: Data) -> None:
-    """The shipped model on fresh sweeps: GEMMs kernel by kernel, others library by library."""
-    rows, predicted, bounds, families = of_fresh(data)
+    families = {name: mine for name, mine in families.items() if mine.any()}
     print(f"\n{HEAD}")
     for name, mine in families.items():
         regret = fit.regret_beside_bf16(rows, predicted, name)
         print(line(name, accuracy(rows["p50_us"].to_numpy()[mine], predicted[mine], bounds[mine]), regret).rstrip())
     choices(rows, predicted)
+    if classes:
+        by_size("fresh sweeps", families, rows, predicted, bounds)
 
 
 def family(kernel: str, by_its_clock: bool = False) -> str:

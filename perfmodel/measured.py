@@ -44,13 +44,11 @@ SHARED_LAUNCH_US = 0.345
 # 170 shapes of the sweep `dense`, timed once so and once beside torch's (sweep `beside`), took so many times as long, by the
 # median of those beyond 100 us at half the kernel's best rate or more (22, 19 and 14 shapes); all others as long. Our own, which
 # are slower, leave it cool, too: a run of both (sweep `wide`), left out, took 12.5, 4.2 and 7.4% less than the others told of
-# such shapes (30, 55 and 48), and as long of others. So do torch's blocks of 128: beside FBGEMM's alone (last runs of the sweep
-# `mixed`) 38 such shapes took 1.166 times less than beside torch's others, FBGEMM's 1.159 times (9), and as long of others.
+# such shapes (30, 55 and 48), and as long of others. So do torch's blocks of 128: such shapes take 1.166 times as long beside
+# torch's others as beside FBGEMM's alone (38; last runs of the sweep `mixed`), FBGEMM's 1.159 times (9), and all others as long.
 ALONE_SHARE = {
     "fbgemm/fp8_block128": 1.155, "fbgemm/fp8_rowwise_fast": 1.044, "fbgemm/fp8_rowwise_split": 1.07, "torch/fp8_block128": 1.155,
 }  # fmt: skip
-# Torch's GEMMs that leave it cool.
-COOL = ("torch/fp8_block128",)
 ALONE_FROM_US, ALONE_BEST_SHARE, BEST_QUANTILE = 100.0, 0.5, 0.99
 
 
@@ -118,7 +116,7 @@ def of_a_step(frame: pd.DataFrame) -> pd.DataFrame:
 
     Every quantile of a row is longer by the same factor.
     """
-    hot = {name for name, of in KERNELS.items() if of.kind == "gemm" and library_of(name) == "torch" and name not in COOL}
+    hot = {name for name, of in KERNELS.items() if of.kind == "gemm" and library_of(name) == "torch"} - set(ALONE_SHARE)
     mixed = frame["run"].isin(frame["run"][frame["kernel"].isin(hot)])
     factor = np.ones(len(frame))
     for name, share in ALONE_SHARE.items():
