@@ -10,7 +10,8 @@ folder has are left out, so that what is learned stays ignorant of the shapes th
 written as `choices/<kernel>.json.gz`, with a sidecar that says how often each is right on answers that it has not seen.
 `perfmodel.fit` makes features of them (`perfmodel.choice`): by the same specification of the GPU as they learn by, FILE, in the
 third form. There they go on from the networks of a shipped GPU, much of whose choices is this one's, too; from this GPU's own of
-earlier answers at a lower `--rate`, which keeps what those taught. `--sure 0.2` then asks mostly where they are in doubt.
+earlier answers at a lower `--rate`, which keeps what those taught, one network of all sizes as several with `--experts`.
+`--sure 0.2` then asks mostly where they are in doubt.
 """
 
 from __future__ import annotations
@@ -242,6 +243,7 @@ def learn(
     rate: float = RATE,
     seed: int = 0,
     experts: int = 1,
+    coarse: bool = False,
 ) -> tuple[Choice, dict[str, Any]]:
     """A network of one kernel's choices, trained on the GPU where there is one, and how often it is right.
 
@@ -251,10 +253,12 @@ def learn(
         hardware: The GPU.
         epochs: Times that each row is seen.
         width: Units of a hidden layer, by default `WIDTH`.
-        start: To go on from, whose form is kept: another GPU's, or this one's of earlier answers.
+        start: To go on from, whose form is kept, but for one network of which there are to be several: another GPU's, or this
+            one's of earlier answers.
         rate: The highest learning rate.
         seed: Seeds weights, order and what is held out.
         experts: Networks, each for results of some sizes.
+        coarse: Multiply in bfloat16 but for the last steps.
     """
     import torch
 
@@ -275,11 +279,13 @@ def learn(
     both[tile, every] = both[tiles + rest, every] = 1.0
     test, order = np.split(np.random.default_rng(seed).permutation(len(rows)), [min(HELD_OUT, len(rows) // 10)])
     order = np.sort(order[number[order] >= 0])
+    column = teaching.deciding(kernel, hardware)
     if start is None:
-        column = teaching.deciding(kernel, hardware)
         begun = teaching.untaught(matrix, column, experts, [width or WIDTH] * HIDDEN, tiles + rests, seed)
     else:
         begun = _gone_on(start, known)
+        if isinstance(begun, Network):
+            begun = teaching.copied(begun, matrix, column, experts)
     kept = [np.intersect1d(mine, order, assume_unique=True) for mine in teaching.shared_out(begun, matrix)]
     entropy = torch.nn.functional.cross_entropy
 
@@ -289,8 +295,8 @@ def learn(
         return entropy(out @ both, right) + entropy(out[:, :tiles], tile[right]) + entropy(out[:, tiles:], rest[right])
 
     batch = BATCH if len(order) < MANY_ANSWERS else 4 * BATCH
-    network = teaching.taught(begun, torch.from_numpy(matrix).to(device), kept, loss, epochs, batch, rate, seed)
-    choice = Choice(network, known)
+    network = teaching.taught(begun, torch.from_numpy(matrix).to(device), kept, loss, epochs, batch, rate, seed, coarse=coarse)
+    choice = Choice(teaching.halved(network), known)
     found = choice.told(matrix[test])[0] == told[test]
     return choice, {
         "rows": len(order),
@@ -364,11 +370,12 @@ def _learned(
     start: PerfModel | None,
     rate: float,
     experts: int,
+    coarse: bool,
 ) -> Iterator[tuple[str, Choice, dict[str, Any]]]:
     """`learn` of each kernel that has answers, in order, so many at a time."""
     begun = {kernel: _choice_of(start, kernel) for kernel in kernels if start}
     jobs = [
-        (kernel, mine, hardware, epochs, width, begun.get(kernel), rate, 0, experts)
+        (kernel, mine, hardware, epochs, width, begun.get(kernel), rate, 0, experts, coarse)
         for kernel in kernels
         if len(mine := rows[rows["kernel"] == kernel])
     ]
@@ -389,6 +396,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--epochs", type=int, default=40, help="of learning; 0 only asks, which --answers then keeps")
     parser.add_argument("--width", type=int, default=WIDTH, help="units of a network's hidden layers (default: %(default)s)")
     parser.add_argument("--experts", type=int, default=1, help="networks, each for results of some sizes (default: %(default)s)")
+    parser.add_argument("--coarse", action="store_true", help="multiply in bfloat16 but for the last steps: quick on some CPUs")
     parser.add_argument("--start", metavar="NAME", help="shipped hardware whose networks to go on from (default: none)")
     parser.add_argument(
         "--rate", type=float, default=RATE, help="highest learning rate; lower keeps more of --start (default: %(default)s)"
@@ -457,7 +465,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = pd.concat([rows, *earlier]).drop_duplicates(["kernel", *_SHAPE])
     command = f"python -m hil.choices {shlex.join(arguments if arguments is not None else sys.argv[1:])}"
     where = fingerprint() if torch.cuda.is_available() else {}
-    learning = (options.epochs, options.width, options.learners, start, options.rate, options.experts)
+    learning = (options.epochs, options.width, options.learners, start, options.rate, options.experts, options.coarse)
     learned = _learned(rows, kernels, spec, *learning)
     for kernel, choice, scores in learned:
         print(f"{kernel}: {scores}, {time.time() - began:.0f} s", file=sys.stderr, flush=True)

@@ -31,7 +31,6 @@ from perfmodel.choice import Choice, asked, vocabulary
 from perfmodel.hardware import HardwareSpec
 from perfmodel.judge import SHAPE
 from perfmodel.measured import read_choices
-from perfmodel.network import in_half
 from perfmodel.saved import read_spec
 
 if TYPE_CHECKING:
@@ -103,8 +102,7 @@ def taught(
 
     kept, batch = teaching.shared_out(begun, matrix), min(BATCH * experts, len(matrix) // 20 + 1)
     network = teaching.taught(begun, on_device, kept, loss, epochs, batch, rate, seed, coarse=True, on_epoch=on_epoch)
-    halved = [(in_half(weights), in_half(biases)) for weights, biases in teaching.stacked(teaching.networks_of(network))]
-    return Choice(teaching.with_layers(network, halved), teacher.kernels)
+    return Choice(teaching.halved(network), teacher.kernels)
 
 
 def _alike(choice: Choice, other: Choice, matrix: npt.NDArray[np.float32]) -> float:

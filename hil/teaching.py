@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from perfmodel.features import features
 from perfmodel.hardware import HardwareSpec
-from perfmodel.network import REACH, Experts, Network
+from perfmodel.network import REACH, Experts, Network, in_half
 
 if TYPE_CHECKING:
     import torch
@@ -54,10 +54,8 @@ def untaught(
     """
     generator = np.random.default_rng(seed)
     sizes = [matrix.shape[1], *hidden, values]
-    shared_by = matrix[:, column].astype(np.float32)
-    edges = np.unique(np.quantile(shared_by, np.arange(1, experts) / experts).astype(np.float32))
-    edges = edges[edges > shared_by.min()]
-    number = np.searchsorted(edges, shared_by, side="right")
+    edges = _edges(matrix, column, experts)
+    number = np.searchsorted(edges, matrix[:, column].astype(np.float32), side="right")
     made = []
     for expert in range(len(edges) + 1):
         mine, layers = matrix[number == expert], list[tuple[Any, Any]]()
@@ -68,6 +66,19 @@ def untaught(
         mean, deviation = mine.mean(axis=0).astype(np.float32), mine.std(axis=0).astype(np.float32) + np.float32(1e-6)
         made.append(Network(mean, deviation, 0.0, 1.0, layers))
     return made[0] if len(made) == 1 else Experts(column, edges, made)
+
+
+def copied(network: Network, matrix: npt.NDArray[np.floating], column: int, experts: int) -> Network | Experts:
+    """A network several times over, each to go on with its part of the rows; arguments as of `untaught`."""
+    edges = _edges(matrix, column, experts)
+    return Experts(column, edges, [network] * (len(edges) + 1)) if len(edges) else network
+
+
+def _edges(matrix: npt.NDArray[np.floating], column: int, experts: int) -> npt.NDArray[np.float32]:
+    """Where an input is cut so that each of so many networks has as many rows."""
+    shared_by = matrix[:, column].astype(np.float32)
+    edges = np.unique(np.quantile(shared_by, np.arange(1, experts) / experts).astype(np.float32))
+    return edges[edges > shared_by.min()]
 
 
 def shared_out(network: Network | Experts, matrix: npt.NDArray[np.floating]) -> list[npt.NDArray[np.int64]]:
@@ -88,6 +99,12 @@ def with_layers(network: Network | Experts, layers: Stacked) -> Network | Expert
         for number, old in enumerate(networks_of(network))
     ]
     return Experts(network.column, network.edges, made) if isinstance(network, Experts) else made[0]
+
+
+def halved(network: Network | Experts) -> Network | Experts:
+    """The same with its weights rounded to float16, which takes half the room on disk."""
+    layers = stacked(networks_of(network))
+    return with_layers(network, [(in_half(weights), in_half(biases)) for weights, biases in layers])
 
 
 def _through(layers: Sequence[tuple[torch.Tensor, torch.Tensor]], x: torch.Tensor) -> torch.Tensor:

@@ -192,6 +192,18 @@ def test_experts_learn_from_answers_each_its_own(library):
     assert (again.told(matrix)[0] == choice.told(matrix)[0]).all(axis=1).mean() > 0.98
 
 
+def test_one_network_goes_on_as_several_in_coarse_steps(library):
+    rows, gpu = choices.answers((KERNEL,), 0, 11, NONE, 60.0, 6000), hardware.load("h200")
+    one, before = choices.learn(KERNEL, rows, gpu, 12, 48)
+    matrix = asked(KERNEL, *(rows[name].to_numpy(float) for name in ("m", "n", "k", "groups")), gpu)
+    # By next to no steps what it knew; by many more than it knew.
+    several, _ = choices.learn(KERNEL, rows, gpu, 1, start=one, rate=1e-6, experts=3, coarse=True)
+    assert isinstance(several.network, Experts) and len(several.network.networks) == 3
+    assert (several.told(matrix)[0] == one.told(matrix)[0]).all(axis=1).mean() > 0.98
+    several, after = choices.learn(KERNEL, rows, gpu, 24, start=one, experts=3, coarse=True)
+    assert after["all_right"] > before["all_right"] + 0.05
+
+
 def test_from_answers_in_a_file_networks_are_written(library, tmp_path, monkeypatch):
     monkeypatch.setattr(choices, "WIDTH", 16)
     choices.answers(choices.KERNELS_ASKED, 0, 7, NONE, 60.0, 4000).to_parquet(tmp_path / "answers.parquet")

@@ -53,6 +53,24 @@ def test_values_are_those_of_torchs_layers_whoever_is_asked(rows):
         np.testing.assert_allclose(found[mine], expected - expected.max(axis=1, keepdims=True), atol=2e-3)
 
 
+def test_copies_of_a_network_say_what_it_says_and_learn_each_its_own(rows):
+    one = teaching.untaught(rows, 2, 1, [16, 16], 3)
+    copies = teaching.copied(one, rows, 2, 4)
+    assert isinstance(copies, Experts) and [len(mine) for mine in teaching.shared_out(copies, rows)] == [1000] * 4
+    given = np.full((len(rows), 3), np.nan, np.float32)
+    for numbers, values in copies.blocks(rows):
+        given[numbers] = values
+    np.testing.assert_allclose(given, by_hand(one, rows), atol=1e-5)
+    assert teaching.copied(one, rows, 2, 1) is one
+    # Each its own: the first quarter's rows alone are taught, and the others say what they said.
+    kept = teaching.shared_out(copies, rows)
+    kept[1:] = [mine[:0] for mine in kept[1:]]
+    apart = teaching.taught(copies, torch.from_numpy(rows), kept, squares(rows[:, 0]), 8, 256, 1e-2)
+    after = np.stack([by_hand(network, rows[:100]) for network in apart.networks])
+    before = np.stack([by_hand(one, rows[:100])] * 4)
+    assert (after[1:] == before[1:]).all() and not np.allclose(after[0], before[0], atol=1e-2)
+
+
 def squares(target):
     def loss(out, index):
         return ((out[..., 0] - torch.from_numpy(target)[index]) ** 2).mean()
