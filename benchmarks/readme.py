@@ -32,9 +32,9 @@ def accuracy() -> str:
     return table(json.loads((data_folder() / "h200" / "models" / "manifest.json").read_text()))
 
 
-def fresh() -> str:
-    """The time model on the sweeps that no fit saw."""
-    command = [sys.executable, str(Path(__file__).with_name("time_model.py")), "fresh"]
+def fresh(hardware: str = "h200") -> str:
+    """The time model of a GPU on its sweeps that no fit saw."""
+    command = [sys.executable, str(Path(__file__).with_name("time_model.py")), "fresh", "--hardware", hardware]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -76,6 +76,7 @@ def main() -> int:
     for name, make in (
         ("whatif", first_screen),
         ("fresh", fresh),
+        ("fresh_h100", lambda: fresh("h100")),
         ("fit", accuracy),
         ("exactness", exactness),
         ("choice", choice),

@@ -2,17 +2,18 @@
 
     python benchmarks/time_model.py [accuracy] [repeat] [coverage] [learning] [unseen] [fresh] [extrapolation] [beyond] [peers]
         [--folds N] [--kernels PATTERN ...]
+    python benchmarks/time_model.py fresh --hardware h100
 
 accuracy: cross-validation by whole shapes over the fitted sweeps of an H200. repeat: how far two runs' timings of one kernel
 on one shape are apart, and half of that, which is what the best guess between them is off. coverage: whole runs left out, the
 intervals from the errors of other left-out runs alone. learning: what more rows bring. unseen: the shipped trees on the sweeps
-that no fit saw, the zoo's models, `blind` to `blind11`, `blind_memory` to `blind_memory5`; fresh: one table of these
-from `blind3` and `blind_memory` on. extrapolation: fitted without the largest octave of M, N, K and FLOPs, and
-without one K, and judged there. beyond: likewise without the two largest octaves of M, N or K, and how wide intervals must be
-there. peers: each fitted on the same folds; nvMatmulHeuristics where it is installed (pip install nvidia-matmul-heuristics).
-Regret is the geometric mean of the chosen kernel's measured time over the best one's: per FP8 kernel of the choice between it
-and bf16. All are of timings at a clock of their own (`perfmodel.steady`); repeat and unseen say what the others come to, too.
-On two cores everything takes about half an hour.
+that no fit saw, the zoo's models, `blind` to `blind11`, `blind_memory` to `blind_memory5`; fresh: one table of these from
+`blind3` and `blind_memory` on, of another GPU all of its own. extrapolation: fitted without the largest octave of M, N, K and
+FLOPs, and without one K, and judged there. beyond: likewise without the two largest octaves of M, N or K, and how wide
+intervals must be there. peers: each fitted on the same folds; nvMatmulHeuristics where it is installed (pip install
+nvidia-matmul-heuristics). Regret is the geometric mean of the chosen kernel's measured time over the best one's: per FP8
+kernel of the choice between it and bf16. All are of timings at a clock of their own (`perfmodel.steady`); repeat and unseen
+say what the others come to, too. On two cores everything takes about half an hour.
 """
 
 from __future__ import annotations
@@ -55,23 +56,24 @@ Array = npt.NDArray[np.float64]
 
 SECTIONS = ("accuracy", "repeat", "coverage", "learning", "unseen", "fresh", "extrapolation", "beyond", "peers")
 HARDWARE = "h200"
-# Fresh sweeps: the first two of GEMMs were timed by many workers. In some torch.compile's own clock chose among its candidates.
-FRESH = [name for name in fit.NEVER_SEEN if name.startswith("blind") and name not in ("blind", "blind2")]
-OWN_CLOCK = ("blind_memory", "blind_memory3")
+# Fresh sweeps but for an H200's first two of GEMMs, which many workers timed. In some torch.compile's own clock chose among its
+# candidates.
+MANY_WORKERS = {"h200": ("blind", "blind2")}
+OWN_CLOCK = {"h200": ("blind_memory", "blind_memory3"), "h100": ("blind_memory", "blind_memory2")}
 
 
 class Data:
     """Timings, launches and cross-validated predictions, made when first asked for."""
 
-    def __init__(self, patterns: list[str], folds: int) -> None:
+    def __init__(self, patterns: list[str], folds: int, hardware: str = HARDWARE) -> None:
         """Read the timings of the kernels that fit a pattern; judge the first `folds` of the folds."""
-        self.hardware = perfmodel.hardware.load(HARDWARE)
-        self.everything = fit.read_timings(HARDWARE)
+        self.hardware = perfmodel.hardware.load(hardware)
+        self.everything = fit.read_timings(hardware)
         rows = fit.fitted_rows(self.everything)
         wanted = [any(fnmatchcase(name, pattern) for pattern in patterns) for name in rows["kernel"]]
         self.rows = rows[wanted].reset_index(drop=True)
-        self.launches = fit.read_launches(self.everything, data_folder() / HARDWARE)
-        self.choices = read_choices(data_folder() / HARDWARE)
+        self.launches = fit.read_launches(self.everything, data_folder() / hardware)
+        self.choices = read_choices(data_folder() / hardware)
         self.folds = range(folds)
         self.fold = folds_of(self.rows)
 
@@ -235,10 +237,12 @@ def shipped(model: perfmodel.PerfModel, rows: pd.DataFrame) -> tuple[Array, Arra
 
 def fresh(data: Data, classes: bool = False) -> None:
     """The shipped model on fresh sweeps: GEMMs kernel by kernel, others library by library; by size class, too, if `classes`."""
-    rows = data.everything[data.everything["sweep"].isin(FRESH) & data.everything["settled"]]
-    rows = rows[rows["kernel"].isin(data.kernels)].reset_index(drop=True)
-    predicted, bounds = shipped(perfmodel.load(HARDWARE), rows)
-    by_its_clock = rows["sweep"].isin(OWN_CLOCK).to_numpy()
+    gpu, sweep = data.hardware.name, data.everything["sweep"]
+    looked_at = sweep.str.startswith("blind") & ~sweep.isin(MANY_WORKERS.get(gpu, ()))
+    rows = data.everything[looked_at & data.everything["settled"] & data.everything["kernel"].isin(data.kernels)]
+    rows = rows.reset_index(drop=True)
+    predicted, bounds = shipped(perfmodel.load(gpu), rows)
+    by_its_clock = rows["sweep"].isin(OWN_CLOCK.get(gpu, ())).to_numpy()
     names = np.array([family(*of) for of in zip(rows["kernel"], by_its_clock, strict=True)], dtype=object)
     families = {name: names == name for name in dict.fromkeys(family(name, own) for name in KERNELS for own in (False, True))}
     families = {name: mine for name, mine in families.items() if mine.any()}
@@ -377,11 +381,16 @@ def main() -> int:
     parser.add_argument("sections", nargs="*", metavar="section", help=f"which of: {', '.join(SECTIONS)} (default: all)")
     parser.add_argument("--folds", type=int, default=FOLDS, choices=range(2, FOLDS + 1), help="how many folds to judge")
     parser.add_argument("--kernels", nargs="+", default=["*"], metavar="PATTERN", help="as 'torch/fp8_*' (default: all)")
+    parser.add_argument(
+        "--hardware", default=HARDWARE, choices=perfmodel.hardware.available(), help="whose timings; fresh alone is of any"
+    )
     options = parser.parse_args()
     if unknown := set(options.sections) - set(SECTIONS):
         parser.error(f"no section {sorted(unknown)[0]!r}; choose from {', '.join(SECTIONS)}")
     wanted = options.sections or SECTIONS
-    data = Data(options.kernels, options.folds)
+    if options.hardware != HARDWARE and list(wanted) != ["fresh"]:
+        parser.error(f"--hardware {options.hardware} has the section fresh alone; name it")
+    data = Data(options.kernels, options.folds, options.hardware)
     if "accuracy" in wanted:
         shapes = data.rows.groupby(SHAPE).ngroups
         title = f"Held-out shapes: {FOLDS}-fold cross-validation over {shapes} shapes, {len(data.rows)} timings"
