@@ -238,7 +238,7 @@ def shipped(model: perfmodel.PerfModel, rows: pd.DataFrame) -> tuple[Array, Arra
 def fresh(data: Data, classes: bool = False) -> None:
     """The shipped model on fresh sweeps: GEMMs kernel by kernel, others library by library; by size class, too, if `classes`."""
     gpu, sweep = data.hardware.name, data.everything["sweep"]
-    looked_at = sweep.str.startswith("blind") & ~sweep.isin(MANY_WORKERS.get(gpu, ()))
+    looked_at = sweep.isin(fit.NEVER_SEEN) & (sweep != "zoo") & ~sweep.isin(MANY_WORKERS.get(gpu, ()))
     rows = data.everything[looked_at & data.everything["settled"] & data.everything["kernel"].isin(data.kernels)]
     rows = rows.reset_index(drop=True)
     predicted, bounds = shipped(perfmodel.load(gpu), rows)
