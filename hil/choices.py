@@ -361,31 +361,22 @@ def _choice_of(model: PerfModel, kernel: str) -> Choice | None:
 
 
 def _learned(
-    rows: pd.DataFrame,
-    kernels: Sequence[str],
-    hardware: HardwareSpec,
-    epochs: int,
-    width: int,
-    processes: int,
-    start: PerfModel | None,
-    rate: float,
-    experts: int,
-    coarse: bool,
+    rows: pd.DataFrame, kernels: Sequence[str], start: PerfModel | None, processes: int, teach: Callable[..., Any]
 ) -> Iterator[tuple[str, Choice, dict[str, Any]]]:
-    """`learn` of each kernel that has answers, in order, so many at a time."""
-    begun = {kernel: _choice_of(start, kernel) for kernel in kernels if start}
+    """`teach`, which is `learn` but for whom and from where, of each kernel that has answers, in order, so many at a time."""
     jobs = [
-        (kernel, mine, hardware, epochs, width, begun.get(kernel), rate, 0, experts, coarse)
+        (kernel, mine, _choice_of(start, kernel) if start else None)
         for kernel in kernels
         if len(mine := rows[rows["kernel"] == kernel])
     ]
     if processes < 2 or len(jobs) < 2:
-        yield from ((job[0], *learn(*job)) for job in jobs)
+        yield from ((kernel, *teach(kernel, mine, start=begun)) for kernel, mine, begun in jobs)
         return
     # A step is many small launches: a process has the GPU wait for it most of the time.
     with multiprocessing.get_context("spawn").Pool(min(processes, len(jobs))) as pool:
-        for job, result in zip(jobs, [pool.apply_async(learn, job) for job in jobs], strict=True):
-            yield job[0], *result.get()
+        results = [pool.apply_async(teach, (kernel, mine), {"start": begun}) for kernel, mine, begun in jobs]
+        for (kernel, _, _), result in zip(jobs, results, strict=True):
+            yield kernel, *result.get()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -465,9 +456,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = pd.concat([rows, *earlier]).drop_duplicates(["kernel", *_SHAPE])
     command = f"python -m hil.choices {shlex.join(arguments if arguments is not None else sys.argv[1:])}"
     where = fingerprint() if torch.cuda.is_available() else {}
-    learning = (options.epochs, options.width, options.learners, start, options.rate, options.experts, options.coarse)
-    learned = _learned(rows, kernels, spec, *learning)
-    for kernel, choice, scores in learned:
+    teach = partial(
+        learn, hardware=spec, epochs=options.epochs, width=options.width, rate=options.rate, experts=options.experts,
+        coarse=options.coarse,
+    )  # fmt: skip
+    for kernel, choice, scores in _learned(rows, kernels, start, options.learners, teach):
         print(f"{kernel}: {scores}, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
         write(options.out, kernel, choice, {"command": command, **where, **scores})
     return 0

@@ -3,7 +3,7 @@
 Two GPUs of one architecture run the same kernels: which shapes are slow, and why, is known from the one; quick launches and some
 careful timings of the other say where its memory, its caches and what its library chooses make a difference. An H100 learned so
 from 56,695 timings of GEMMs, 117,000 launches and the H200's model is 3.3% off in bf16 on shapes that no fit saw, by its own data
-alone 4.2% (`python benchmarks/another_gpu.py`).
+alone 4.1% (`python benchmarks/another_gpu.py`).
 """
 
 from __future__ import annotations
