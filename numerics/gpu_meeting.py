@@ -19,7 +19,7 @@ import triton.language as tl
 from numerics.gpu_constants import Constants
 from numerics.gpu_kernels import report
 from numerics.gpu_pairs import HIGH_MAGNITUDE, Outputs, raised, rows_of, scale_and_inverse, store_row, store_turned
-from numerics.sizes import cdiv, next_power_of_2
+from numerics.sizes import cdiv, next_power_of_2, unit_of
 
 # Of a flat tensor: words that a program loads at once, 16 a thread; registers a thread, and programs on a multiprocessor, so that
 # they fit.
@@ -163,9 +163,14 @@ def store_tile(
 @triton.jit
 def tiles_kernel(
     x, codes, turned, scales, turned_scales, flag, place, quarter, words, across, tiles,
-    HELD: tl.constexpr, MORE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PROGRAMS: tl.constexpr, C: tl.constexpr,
+    HELD: tl.constexpr, MORE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PROGRAMS: tl.constexpr,
+    UNIT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """One scale; the codes turned, and as they lie where `codes` is given. A program holds its first tile, or two (HELD)."""
+    """One scale; the codes turned, and as they lie where `codes` is given. A program holds its first tile, or two (HELD).
+
+    `words` are pairs of columns, in UNITs.
+    """
+    words *= UNIT
     program, programs = tl.program_id(0), tl.num_programs(0)
     count = next_count(place)
     h0, h1, h2, h3 = tile_words(x, program, across, quarter, words, "evict_first", ROWS, WIDTH)
@@ -229,9 +234,11 @@ def quantize_turned(x: torch.Tensor, out: Outputs, constants: Constants) -> bool
     programs = min(tiles, resident(x.device, each))
     # The turned codes alone gain nothing by a second one.
     held = 1 if out.codes is None else min(2, cdiv(tiles, programs))
+    unit = unit_of(words)
     tiles_kernel[(programs,)](
-        x.view(torch.int32), *out.by_words(), place, quarter, words, across, tiles,
-        HELD=held, MORE=tiles > held * programs, ROWS=height, WIDTH=width, PROGRAMS=next_power_of_2(programs), C=constants,
+        x.view(torch.int32), *out.by_words(), place, quarter, words // unit, across, tiles,
+        HELD=held, MORE=tiles > held * programs, ROWS=height, WIDTH=width, PROGRAMS=next_power_of_2(programs), UNIT=unit,
+        C=constants,
         **options(x, warps, registers),
     )  # fmt: skip
     return True

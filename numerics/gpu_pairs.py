@@ -18,7 +18,7 @@ import triton.language as tl
 from numerics.gpu_constants import Constants
 from numerics.gpu_kernels import PACK_E4M3, PACK_E5M2, report, round_to_grid
 from numerics.recipe import Recipe
-from numerics.sizes import cdiv, next_power_of_2
+from numerics.sizes import cdiv, next_power_of_2, unit_of
 
 _HIGH = tl.constexpr(-0x10000)
 # Both magnitudes of a word, and that of its second value alone, which is where float32 has it.
@@ -157,14 +157,16 @@ def store_turned(turned, quarter, mask, w0, w1, w2, w3, first, second, next_firs
 @triton.jit
 def pair_kernel(
     x, amax, codes, turned, scales, turned_scales, flag, quarter, words, x_stride, partials, wide, tiles,
-    MODE: tl.constexpr, PARTIALS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr,
+    MODE: tl.constexpr, PARTIALS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    UNIT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Tiles of ROWS x 2 WIDTH values, `wide` of them side by side; the next STAGES - 1 are loaded while one is cast.
 
-    `words` and `x_stride` count pairs of columns, `quarter` rows by four. Without `codes`, only the turned ones are written. MODE
-    says whose the scales are: the 'tensor's (`partials` bits of maxima in `amax`), those of 'lines', rows and columns (there
-    already), or the 'tile's.
+    `words` and `x_stride` count pairs of columns, in UNITs, `quarter` rows by four. Without `codes`, only the turned ones are
+    written. MODE says whose the scales are: the 'tensor's (`partials` bits of maxima in `amax`), those of 'lines', rows and
+    columns (there already), or the 'tile's.
     """
+    words, x_stride = words * UNIT, x_stride * UNIT
     tall = tiles // wide
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         down = tall - 1 - tile // wide
@@ -239,9 +241,11 @@ def launch(
         programs = min(tiles, each * torch.cuda.get_device_properties(x.device).multi_processor_count)
     partials = 0 if amax is None else amax.numel()
     options: dict[str, Any] = {"maxnreg": registers} if registers and x.is_cuda else {}
+    words, stride = columns // 2, x.stride(0) // 2
+    unit = unit_of(words, stride)
     pair_kernel[(programs,)](
-        x.view(torch.int32), amax, *out.by_words(), rows // 4, columns // 2, x.stride(0) // 2, partials, wide, tiles, MODE=mode,
-        PARTIALS=next_power_of_2(partials) if partials else 0, ROWS=height, WIDTH=width, STAGES=stages, C=constants,
+        x.view(torch.int32), amax, *out.by_words(), rows // 4, words // unit, stride // unit, partials, wide, tiles, MODE=mode,
+        PARTIALS=next_power_of_2(partials) if partials else 0, ROWS=height, WIDTH=width, STAGES=stages, UNIT=unit, C=constants,
         num_warps=warps, enable_fp_fusion=False, **options,
     )  # fmt: skip
 

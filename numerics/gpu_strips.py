@@ -15,7 +15,7 @@ from numerics.gpu_constants import Constants
 from numerics.gpu_kernels import report
 from numerics.gpu_meeting import next_count
 from numerics.gpu_pairs import HIGH_MAGNITUDE, MAGNITUDES, rows_of, scale_and_inverse, store_turned
-from numerics.sizes import cdiv, next_power_of_2
+from numerics.sizes import cdiv, next_power_of_2, unit_of
 
 # Rows that a program takes at once, of a strip of columns; of a tile: rows, words; of a program: warps, registers a thread, and
 # how many of it a multiprocessor runs at once. What all take at once fits the L2.
@@ -61,13 +61,15 @@ def column_scales(even_bits, odd_bits, scales, column, in_column, first, C: tl.c
 @triton.jit
 def columns_kernel(
     x, turned, scales, flag, parts, place, quarter, words, x_stride, items, steps,
-    MEMBERS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
+    MEMBERS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Codes turned, under the scales of columns. An item is `steps` tiles of a strip, which MEMBERS items share.
 
     A program publishes the launch's count and how many of its items' maxima are written; items are taken in order, so that
-    whoever waits, waits for programs that are at an earlier item, or at this strip's.
+    whoever waits, waits for programs that are at an earlier item, or at this strip's. `words` and `x_stride` count pairs of
+    columns, in UNITs.
     """
+    words, x_stride = words * UNIT, x_stride * UNIT
     program, programs = tl.program_id(0), tl.num_programs(0)
     count = next_count(place)
     member_index = tl.arange(0, MEMBERS)
@@ -122,7 +124,8 @@ def quantize_columns(
         return False
     rows, height, width, warps, registers, resident = _STRIP
     programs = gpu_meeting.resident(x.device, resident)
-    quarter, words = x.shape[0] // 4, x.shape[1] // 2
+    quarter, words, stride = x.shape[0] // 4, x.shape[1] // 2, x.stride(0) // 2
+    unit = unit_of(words, stride)
     strips = cdiv(words, width)
     # Those of a strip wait for each other: there must be as many. A small matrix is shared by more than its rows ask for.
     members = next_power_of_2(cdiv(x.shape[0], rows))
@@ -133,8 +136,8 @@ def quantize_columns(
     items = strips * members
     parts = torch.empty(items * 2 * width, dtype=torch.int32, device=x.device)
     columns_kernel[(min(items, programs),)](
-        x.view(torch.int32), turned.view(torch.int32), scales, flag, parts, place, quarter, words, x.stride(0) // 2, items,
-        cdiv(x.shape[0], members * height), MEMBERS=members, ROWS=height, WIDTH=width, C=constants,
+        x.view(torch.int32), turned.view(torch.int32), scales, flag, parts, place, quarter, words // unit, stride // unit,
+        items, cdiv(x.shape[0], members * height), MEMBERS=members, ROWS=height, WIDTH=width, UNIT=unit, C=constants,
         **gpu_meeting.options(x, warps, registers),
     )  # fmt: skip
     return True

@@ -18,7 +18,7 @@ import triton.language as tl
 from numerics.gpu_constants import Constants
 from numerics.gpu_kernels import report
 from numerics.gpu_pairs import HIGH_MAGNITUDE, MAGNITUDES, Outputs, rows_of, scale_and_inverse, store_row, store_turned
-from numerics.sizes import cdiv, next_power_of_2
+from numerics.sizes import cdiv, next_power_of_2, unit_of
 
 _LOW_MAGNITUDE = tl.constexpr(0x7FFF)
 _LARGER = tl.constexpr("max.u16x2 $0, $1, $2;")
@@ -117,9 +117,10 @@ def store_scales(scales, scale, line, lines, tile, tiles, LINES: tl.constexpr):
 @triton.jit(do_not_specialize=_COUNTS)
 def search_kernel(
     x, row_parts, column_parts, quarter, words, x_stride, wide,
-    HALVES: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    HALVES: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """A tile's largest magnitudes: row_parts[across, pair of rows] and column_parts[down, pair of columns], two a word."""
+    words, x_stride = words * UNIT, x_stride * UNIT
     down = tl.program_id(0) // wide
     across = tl.program_id(0) - down * wide
     group = down * (ROWS // 4) + tl.arange(0, ROWS // 4)
@@ -139,16 +140,17 @@ def search_kernel(
 def cast_kernel(
     x, row_parts, column_parts, codes, turned, scales, turned_scales, flag, quarter, words, x_stride, wide, tall, across_parts,
     down_parts, LINES: tl.constexpr, ONCE: tl.constexpr, PARTS: tl.constexpr, HALVES: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """One of `tall` x `wide` tiles of ROWS x 2 WIDTH values into its transpose and, where `codes` is given, as it lies.
 
     The scales are those of the tile's own rows and columns, or, with LINES, of the matrix's, of which `search_kernel` found
-    `across_parts` maxima of every row and `down_parts` of every column. `words` and `x_stride` count pairs of columns,
+    `across_parts` maxima of every row and `down_parts` of every column. `words` and `x_stride` count pairs of columns, in UNITs,
     `quarter` rows by four; with EVEN no tile goes beyond them. Tiles are visited from the end: what was searched last, the L2
     still holds. Every thread that casts values of a line works out its scale, or, with ONCE, one thread does: what is gathered
     is spread over all threads, and gathered back by those that need it.
     """
+    words, x_stride = words * UNIT, x_stride * UNIT
     tile = tall * wide - 1 - tl.program_id(0)
     down = tile // wide
     across = tile - down * wide
@@ -227,7 +229,7 @@ def quantize(x: torch.Tensor, out: Outputs, constants: Constants, *, lines: bool
     """
     rows, columns = x.shape
     quarter, words, stride = rows // 4, columns // 2, x.stride(0) // 2
-    halves = _halves(x.device)
+    halves, unit = _halves(x.device), unit_of(words, stride)
     row_parts = column_parts = None
     across_parts = down_parts = 0
     if lines:
@@ -236,17 +238,18 @@ def quantize(x: torch.Tensor, out: Outputs, constants: Constants, *, lines: bool
         parts = torch.empty(across_parts * 2 * quarter + down_parts * words, dtype=torch.int32, device=x.device)
         row_parts, column_parts = parts, parts[across_parts * 2 * quarter :]
         search_kernel[(across_parts * down_parts,)](
-            x.view(torch.int32), row_parts, column_parts, quarter, words, stride, across_parts, HALVES=halves,
-            EVEN=rows % _ROWS == 0 and words % width == 0, ROWS=_ROWS, WIDTH=width, num_warps=warps, enable_fp_fusion=False,
+            x.view(torch.int32), row_parts, column_parts, quarter, words // unit, stride // unit, across_parts, HALVES=halves,
+            EVEN=rows % _ROWS == 0 and words % width == 0, ROWS=_ROWS, WIDTH=width, UNIT=unit, num_warps=warps,
+            enable_fp_fusion=False,
         )  # fmt: skip
     width, warps, registers, once = _LINES if lines else _BOTH if out.codes is not None else _TURNED
     options: dict[str, Any] = {"maxnreg": registers} if registers and x.is_cuda else {}
     wide, tall = cdiv(words, width), cdiv(rows, _ROWS)
     cast_kernel[(wide * tall,)](
-        x.view(torch.int32), row_parts, column_parts, *out.by_words(), quarter, words, stride, wide, tall, across_parts,
-        down_parts, LINES=lines, ONCE=once, PARTS=min(_PARTS, next_power_of_2(max(across_parts, down_parts))), HALVES=halves,
-        EVEN=rows % _ROWS == 0 and words % width == 0, ROWS=_ROWS, WIDTH=width, C=constants, num_warps=warps,
-        enable_fp_fusion=False, **options,
+        x.view(torch.int32), row_parts, column_parts, *out.by_words(), quarter, words // unit, stride // unit, wide, tall,
+        across_parts, down_parts, LINES=lines, ONCE=once, PARTS=min(_PARTS, next_power_of_2(max(across_parts, down_parts))),
+        HALVES=halves, EVEN=rows % _ROWS == 0 and words % width == 0, ROWS=_ROWS, WIDTH=width, UNIT=unit, C=constants,
+        num_warps=warps, enable_fp_fusion=False, **options,
     )  # fmt: skip
 
 

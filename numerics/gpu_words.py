@@ -16,7 +16,7 @@ from numerics.gpu_constants import Constants
 from numerics.gpu_kernels import report
 from numerics.gpu_pairs import HIGH_MAGNITUDE, raised, scale_and_inverse, store_row, takes
 from numerics.recipe import Recipe
-from numerics.sizes import cdiv, next_power_of_2
+from numerics.sizes import cdiv, next_power_of_2, unit_of
 
 # Words of a program that takes several runs; of a warp; most warps of a program; words of the longest run that it holds.
 _WORDS, _OF_A_WARP, _WARPS, _LONGEST = 1024, 256, 8, 8192
@@ -26,9 +26,11 @@ _BLOCK_WARPS = 16
 
 @triton.jit
 def runs_kernel(
-    x, codes, scales, flag, runs, words, x_stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, C: tl.constexpr
-):
-    """One scale for each of `runs` runs of `words` <= WIDTH words, `x_stride` apart: rows, blocks of a row."""
+    x, codes, scales, flag, runs, words, x_stride,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, UNIT: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """One scale for each of `runs` runs of `words` <= WIDTH words, `x_stride` apart, both in UNITs: rows, blocks of a row."""
+    words, x_stride = words * UNIT, x_stride * UNIT
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     within = tl.arange(0, WIDTH)[None, :]
@@ -97,8 +99,9 @@ def quantize(
     width = next_power_of_2(length)
     # Codes are converted four at a time.
     height = max(min(_WORDS // width, next_power_of_2(runs)), 64 // width, 1)
+    unit = unit_of(length, stride)
     runs_kernel[(cdiv(runs, height),)](
-        source, target, scales, flag, runs, length, stride, ROWS=height, WIDTH=width,
-        EVEN=width == length and runs % height == 0, C=constants,
+        source, target, scales, flag, runs, length // unit, stride // unit, ROWS=height, WIDTH=width,
+        EVEN=width == length and runs % height == 0, UNIT=unit, C=constants,
         num_warps=max(1, min(_WARPS, height * width // _OF_A_WARP)), enable_fp_fusion=False,
     )  # fmt: skip

@@ -5,6 +5,7 @@ Triton's own `cdiv` and `next_power_of_2` take 8 us a call outside of a kernel.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
@@ -39,6 +40,15 @@ def check_shape(shape: Sequence[Any], what: str = "shape") -> None:
 def cdiv(size: int, divisor: int) -> int:
     """Size / divisor, rounded up; both positive."""
     return -(-size // divisor)
+
+
+def unit_of(*sizes: int) -> int:
+    """The largest power of two, 16 at most, that divides all.
+
+    Triton knows of a size only whether 16 divides it, and moves values under a mask one by one where it does not. A kernel
+    that is told sizes in this unit, and the unit as a constant, moves as many together as can be.
+    """
+    return math.gcd(16, *sizes)
 
 
 def next_power_of_2(size: int) -> int:

@@ -8,13 +8,18 @@ import triton
 import numerics
 from numerics import gaussian
 from numerics.noise import operand_noise
-from numerics.sizes import cdiv, next_power_of_2
+from numerics.sizes import cdiv, next_power_of_2, unit_of
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 127, 128, 129, 2**20, 2**20 + 1, 2**31])
 def test_as_triton_has_them(size):
     assert next_power_of_2(size) == triton.next_power_of_2(size)
     assert all(cdiv(size, divisor) == triton.cdiv(size, divisor) for divisor in (1, 2, 3, 16, 1000))
+
+
+def test_the_unit_of_sizes():
+    for sizes in ((1, 16), (24, 40), (12, 64), (6, 8), (48,), (96, 80), (1 << 40, 3 << 30)):
+        assert unit_of(*sizes) == max(unit for unit in (1, 2, 4, 8, 16) if not any(size % unit for size in sizes))
 
 
 # Sizes as callers give them
