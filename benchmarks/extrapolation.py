@@ -14,12 +14,13 @@ import pandas as pd
 
 import perfmodel
 from perfmodel.calls import columns_of
+from perfmodel.cells import Cells
 from perfmodel.choice import Choice
 from perfmodel.hardware import HardwareSpec
 from perfmodel.held_out import COVERAGE, accuracy
 from perfmodel.learn import learn_first, measured_range, predict_doubting, train
 from perfmodel.parallel import each
-from perfmodel.prediction import bounds_of, octaves_beyond, wider_beyond
+from perfmodel.prediction import bounds_of, gap_octaves, octaves_beyond, wider_beyond
 
 Array = npt.NDArray[np.float64]
 
@@ -31,6 +32,9 @@ OTHERS = {
     "other memory-bound kernels": ("loka/quantize_tensorwise", "loka/quantize_rowwise_dual"),
 }
 UNSEEN_K = 1024
+# Products in groups as weight gradients of towers have them: a hole is made of these.
+GROUPED = ("torch/bf16_batched", "torch/fp8_grouped_rowwise_fast", "torch/fp8_grouped_rowwise_split")
+LONG_K, LONGER_K, FEW_GROUPS, LEAST_SIDE = 8192, 131072, 128, 16
 # Edges of the distances, in octaves, by which coverage is told.
 DISTANCES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 
@@ -85,6 +89,30 @@ def two_octaves(data: Any) -> str:
     return "\n".join(lines)
 
 
+def between(data: Any) -> str:
+    """Coverage in a hole: products in groups learned without those of long K, by octaves from whatever they were learned from."""
+
+    def regions(frame: pd.DataFrame, largest: dict[str, float]) -> dict[str, npt.NDArray[np.bool_]]:
+        m, n, k, groups = columns_of(frame)
+        return {"a hole": (k >= LONG_K) & (k <= LONGER_K) & (groups <= FEW_GROUPS) & (m >= LEAST_SIDE) & (n >= LEAST_SIDE)}
+
+    rows = pd.concat([found for _, found in _extrapolated(data, GROUPED, regions)], ignore_index=True)
+    off, gap, power = np.log(rows["measured"] / rows["predicted"]), rows["gap"].to_numpy(), rows["power"].to_numpy()
+    ends = np.where(off > 0, np.log(rows["high"] / rows["predicted"]), np.log(rows["low"] / rows["predicted"])) / power
+    reach, error = (off / ends).to_numpy(), np.abs(rows["predicted"] / rows["measured"] - 1).to_numpy()
+    sides = f"{LONG_K:,} <= K <= {LONGER_K:,}, M and N from {LEAST_SIDE}, up to {FEW_GROUPS} groups"
+    lines = ["", f"Products in groups, fitted without those of {sides}, and judged there, by octaves from the rest"]
+    lines.append(
+        f"{'octaves':>11s} {'n':>6s} {'MAPE':>6s} {'covered, as wide as inside':>27s} {'as predicted':>13s} {'for 90%':>8s}"
+    )
+    for octaves in (None, *np.unique(gap)):
+        some = np.full(len(rows), True) if octaves is None else gap == octaves
+        shares = f"{error[some].mean():6.1%} {(reach[some] <= 1).mean():27.1%} {(reach <= power)[some].mean():13.1%}"
+        needed = "" if octaves is None else f"{np.quantile(reach[some], COVERAGE):8.1f}"
+        lines.append(f"{'all' if octaves is None else f'{octaves:g}':>11s} {some.sum():6d} {shares} {needed}".rstrip())
+    return "\n".join(lines)
+
+
 def _extrapolated(data: Any, kernels: Sequence[str], regions: Any) -> Iterator[tuple[str, pd.DataFrame]]:
     """Each kernel's rows in each region, learned without it, with a label."""
     jobs: list[tuple[Any, ...]] = []
@@ -121,10 +149,11 @@ def _learned_without(
     first, known = learn_first(launches, hardware, [name], choices), rows[~inside]
     learned, measured = train(name, known, hardware, first.get(name)), measured_range(known)
     predicted, doubt = predict_doubting(learned, name, rows[inside], hardware, measured)
-    calls = columns_of(rows[inside])
-    octaves, power = octaves_beyond(calls, measured), wider_beyond(name, calls, measured)
+    calls, quick = columns_of(rows[inside]), [] if launches is None else [columns_of(launches)]
+    without = {"range": measured, "cells": Cells.of(columns_of(known), *quick).save()}
+    octaves, power = octaves_beyond(calls, measured), wider_beyond(name, calls, without)
     low, high = bounds_of(predicted, entry, doubt, power).T
     return pd.DataFrame({
         "kernel": name, "measured": rows["p50_us"].to_numpy()[inside], "predicted": predicted, "low": low, "high": high,
-        "octaves": octaves, "power": power,
+        "octaves": octaves, "power": power, "gap": gap_octaves(calls, without),
     })  # fmt: skip

@@ -1,16 +1,17 @@
 """How good the kernel-time model is on shapes that it has not seen, per kernel and size; how far it extrapolates; and its peers.
 
-    python benchmarks/time_model.py [accuracy] [repeat] [coverage] [learning] [unseen] [fresh] [extrapolation] [beyond] [peers]
-        [--folds N] [--kernels PATTERN ...]
-    python benchmarks/time_model.py fresh --hardware h100
+    python benchmarks/time_model.py [accuracy] [repeat] [coverage] [learning] [sweeps] [unseen] [fresh] [extrapolation]
+        [beyond] [between] [peers] [--folds N] [--kernels PATTERN ...]
+    python benchmarks/time_model.py fresh sweeps --hardware h100
 
 accuracy: cross-validation by whole shapes over the fitted sweeps of an H200. repeat: how far two runs' timings of one kernel
 on one shape are apart, and half of that, which is what the best guess between them is off. coverage: whole runs left out, the
-intervals from the errors of other left-out runs alone. learning: what more rows bring. unseen: the shipped trees on the sweeps
-that no fit saw, the zoo's models, `blind` to `blind11`, `blind_memory` to `blind_memory5`; fresh: one table of these from
-`blind3` and `blind_memory` on, of another GPU all of its own. extrapolation: fitted without the largest octave of M, N, K and
-FLOPs, and without one K, and judged there. beyond: likewise without the two largest octaves of M, N or K, and how wide
-intervals must be there. peers: each fitted on the same folds; nvMatmulHeuristics where it is installed (pip install
+intervals from the errors of other left-out runs alone. learning: what more rows bring. sweeps: a line each of the sweeps that no
+fit saw, the zoo's models, `blind` to `blind12`, `blind_memory` to `blind_memory6`, by the shipped trees, the intervals of each as
+they would be without it; unseen: kernel by kernel of each; fresh: one table of these from `blind3` and `blind_memory` on.
+extrapolation: fitted without the largest octave of M, N, K and FLOPs, and without one K, and judged there. beyond: likewise
+without the two largest octaves of M, N or K, and how wide intervals must be there; between: without products in groups of long K,
+a hole among smaller and larger sizes. peers: each fitted on the same folds; nvMatmulHeuristics where it is installed (pip install
 nvidia-matmul-heuristics). Regret is the geometric mean of the chosen kernel's measured time over the best one's: per FP8
 kernel of the choice between it and bf16. All are of timings at a clock of their own (`perfmodel.steady`); repeat and unseen
 say what the others come to, too. On two cores everything takes about half an hour.
@@ -35,6 +36,7 @@ from loka_sim.dispatch.baselines import filter_rowwise, filter_tensorwise
 from perfmodel import data_folder, fit
 from perfmodel.calls import columns_of
 from perfmodel.choice import DOUBT
+from perfmodel.fresh import family_of, of_model
 from perfmodel.held_out import (
     COVERAGE,
     FOLDS,
@@ -54,7 +56,30 @@ from perfmodel.prediction import SIZE_CLASSES_US
 
 Array = npt.NDArray[np.float64]
 
-SECTIONS = ("accuracy", "repeat", "coverage", "learning", "unseen", "fresh", "extrapolation", "beyond", "peers")
+# What the sweeps that no fit saw are, where they are not shapes drawn anew.
+FRESH = "Fresh shapes or operands"
+SWEEPS = {
+    "zoo": "Whole models", "blind": "Fresh shapes, of many processes", "blind2": "Fresh shapes, of many processes",
+    "blind4": "Fresh shapes of `collect --gpu`",
+}  # fmt: skip
+# Kernels of which `sweeps` tells one by one, torch's.
+SHOWN = {
+    "bf16": "bf16", "tens fast": "fp8_tensorwise_fast", "tens split": "fp8_tensorwise_split", "row fast": "fp8_rowwise_fast",
+    "row split": "fp8_rowwise_split", "block128": "fp8_block128", "batched": "bf16_batched",
+}  # fmt: skip
+SECTIONS = (
+    "accuracy",
+    "repeat",
+    "coverage",
+    "learning",
+    "sweeps",
+    "unseen",
+    "fresh",
+    "extrapolation",
+    "beyond",
+    "between",
+    "peers",
+)
 HARDWARE = "h200"
 # Fresh sweeps but for an H200's first two of GEMMs, which many workers timed. In some torch.compile's own clock chose among its
 # candidates.
@@ -92,6 +117,22 @@ class Data:
     def by_fold(self) -> Array:
         """Each row's time, its shape held out; NaN outside the judged folds."""
         return held_out(self.rows, self.hardware, self.first, judged=self.folds)
+
+    @cached_property
+    def unseen(self) -> pd.DataFrame:
+        """Rows that no fit saw, with the shipped model's `predicted` and the ends `low` and `high` of their intervals.
+
+        Intervals are calibrated by fresh sweeps: each sweep's are as they would be without it.
+        """
+        model = perfmodel.load(self.hardware.name)
+        known = self.everything["sweep"].isin(list(fit.NEVER_SEEN)) & self.everything["kernel"].isin(
+            list(model.manifest["kernels"])
+        )
+        rows = self.everything[known].reset_index(drop=True)
+        predicted, bounds, asked = of_model(model, rows)
+        low, high = asked.raised(predicted, bounds).T
+        rows = rows.assign(predicted=predicted, low=low, high=high)
+        return rows[rows["kernel"].isin(self.kernels)].reset_index(drop=True)
 
     def judged(self) -> tuple[pd.DataFrame, Array]:
         """Rows of the judged folds and their held-out predictions."""
@@ -199,49 +240,28 @@ def learning(data: Data) -> None:
 
 def unseen(data: Data) -> None:
     """The shipped model on sweeps that nothing was fitted to."""
-    model = perfmodel.load(HARDWARE)
-    for sweep, what in (
-        ("zoo", "Whole models (sweep zoo)"), ("blind", "Fresh shapes (sweep blind)"),
-        ("blind2", "Fresh shapes of many processes (sweep blind2)"), ("blind3", "Fresh shapes of one process (sweep blind3)"),
-        ("blind4", "Fresh shapes of `collect --gpu` (sweep blind4)"), ("blind5", "Fresh shapes, of any sizes too (sweep blind5)"),
-        ("blind6", "Fresh shapes, of any sizes too (sweep blind6)"), ("blind7", "Fresh shapes, of any sizes too (sweep blind7)"),
-        ("blind8", "Fresh shapes (sweep blind8)"),
-        ("blind9", "Fresh shapes, looked at once (sweep blind9)"),
-        ("blind10", "Fresh shapes (sweep blind10)"), ("blind11", "Fresh shapes, looked at once (sweep blind11)"),
-        ("blind_memory", "Fresh operands of one process (sweep blind_memory)"),
-        ("blind_memory2", "Fresh operands of one process (sweep blind_memory2)"),
-        ("blind_memory3", "Fresh operands of one process, looked at once (sweep blind_memory3)"),
-        ("blind_memory4", "Fresh operands, the fastest candidate chosen (sweep blind_memory4)"),
-        ("blind_memory5", "Fresh operands, the fastest candidate chosen, looked at once (sweep blind_memory5)"),
-    ):  # fmt: skip
-        rows = data.everything[(data.everything["sweep"] == sweep) & data.everything["kernel"].isin(data.kernels)]
-        rows = rows[rows["kernel"].isin(list(model.manifest["kernels"]))].reset_index(drop=True)
+    for sweep in fit.NEVER_SEEN:
+        rows = data.unseen[data.unseen["sweep"] == sweep].reset_index(drop=True)
         if len(rows):
-            predicted, bounds = shipped(model, rows)
-            settled = rows["settled"].to_numpy()
-            accuracy_table(
-                rows[settled].reset_index(drop=True), predicted[settled], bounds[settled], f"{what}: the shipped trees"
+            predicted, bounds, settled = (
+                rows["predicted"].to_numpy(),
+                rows[["low", "high"]].to_numpy(),
+                rows["settled"].to_numpy(),
             )
+            title = f"{SWEEPS.get(sweep, FRESH)} (sweep {sweep}): the shipped trees"
+            accuracy_table(rows[settled].reset_index(drop=True), predicted[settled], bounds[settled], title)
             for whose, some in (("all", settled), ("at another's clock", ~settled), ("all, as timed", settled | ~settled)):
                 if some.any():
                     print(line(whose, accuracy(rows["p50_us"].to_numpy()[some], predicted[some], bounds[some]), None))
     fresh(data, classes=True)
-    in_doubt(data.everything[data.everything["sweep"].str.fullmatch(r"blind\d*")], model)
-
-
-def shipped(model: perfmodel.PerfModel, rows: pd.DataFrame) -> tuple[Array, Array]:
-    """The shipped model's times and both ends of their intervals."""
-    result = model.predict(rows)
-    return result["time_us"].to_numpy(), result[["low_us", "high_us"]].to_numpy()
+    in_doubt(data.unseen[data.unseen["sweep"].str.fullmatch(r"blind\d*")], perfmodel.load(HARDWARE))
 
 
 def fresh(data: Data, classes: bool = False) -> None:
     """The shipped model on fresh sweeps: GEMMs kernel by kernel, others library by library; by size class, too, if `classes`."""
-    gpu, sweep = data.hardware.name, data.everything["sweep"]
-    looked_at = sweep.isin(fit.NEVER_SEEN) & (sweep != "zoo") & ~sweep.isin(MANY_WORKERS.get(gpu, ()))
-    rows = data.everything[looked_at & data.everything["settled"] & data.everything["kernel"].isin(data.kernels)]
-    rows = rows.reset_index(drop=True)
-    predicted, bounds = shipped(perfmodel.load(gpu), rows)
+    gpu, sweep = data.hardware.name, data.unseen["sweep"]
+    rows = data.unseen[data.unseen["settled"] & (sweep != "zoo") & ~sweep.isin(MANY_WORKERS.get(gpu, ()))].reset_index(drop=True)
+    predicted, bounds = rows["predicted"].to_numpy(), rows[["low", "high"]].to_numpy()
     by_its_clock = rows["sweep"].isin(OWN_CLOCK.get(gpu, ())).to_numpy()
     names = np.array([family(*of) for of in zip(rows["kernel"], by_its_clock, strict=True)], dtype=object)
     families = {name: names == name for name in dict.fromkeys(family(name, own) for name in KERNELS for own in (False, True))}
@@ -255,16 +275,54 @@ def fresh(data: Data, classes: bool = False) -> None:
         by_size("fresh sweeps", families, rows, predicted, bounds)
 
 
+def sweeps(data: Data) -> None:
+    """The shipped model on each of the sweeps that nothing was fitted to: GEMMs, then what is bound by memory."""
+    rows = data.unseen.assign(gemm=["gemm" in KERNELS[name].kind for name in data.unseen["kernel"]])
+    shown = [(name, f"torch/{kernel}") for name, kernel in SHOWN.items()]
+    print(
+        f"\n{'MAPE / p90, %':12s} {'times of':>12s}"
+        + "".join(f"{name:>11s}" for name in ("all", *SHOWN))
+        + f"{'regret':>8s}{'inside':>8s}"
+    )
+    for sweep in fit.NEVER_SEEN:
+        timed = rows[(rows["sweep"] == sweep) & rows["gemm"]]
+        mine = timed[timed["settled"]].reset_index(drop=True)
+        if len(mine):
+            cells = "".join(_short(mine[mine["kernel"] == kernel]) for _, kernel in shown)
+            cost = choice_regret(mine, mine["predicted"].to_numpy(), fit.TORCH_GEMMS)
+            regret = f"{cost['geomean']:8.2%}" if cost else f"{'':8s}"
+            print(f"{sweep:12s} {len(mine):5d} {len(timed):6d}{_short(mine)}{cells}{regret}{_covered(mine):8.1%}")
+    names = ("loka/quantize_*", "fbgemm/quantize_*", "torch/quantize_*", "torch, other memory-bound")
+    print(f"\n{'MAPE / inside, %':16s}" + "".join(f"{name:>28s}" for name in names))
+    for sweep in fit.NEVER_SEEN:
+        mine = rows[(rows["sweep"] == sweep) & ~rows["gemm"]]
+        if len(mine):
+            of, cells = mine["kernel"].map(family_of), ""
+            for name in names:
+                some = mine[of == name]
+                off = np.abs(some["predicted"] / some["p50_us"] - 1).mean()
+                cells += f"{f'{100 * off:.1f} / {100 * _covered(some):.0f} ({len(some)})' if len(some) else '-':>28s}"
+            print(f"{sweep:16s}{cells}")
+
+
+def _short(rows: pd.DataFrame) -> str:
+    """MAPE and 90th percentile of fresh rows' errors in percent."""
+    error = 100 * np.abs(rows["predicted"] / rows["p50_us"] - 1)
+    return f"{f'{error.mean():.1f} / {error.quantile(0.9):.1f}' if len(rows) else '-':>11s}"
+
+
+def _covered(rows: pd.DataFrame) -> float:
+    """Share of fresh rows inside their intervals."""
+    return float(((rows["p50_us"] >= rows["low"]) & (rows["p50_us"] <= rows["high"])).mean())
+
+
 def family(kernel: str, by_its_clock: bool = False) -> str:
-    """What a kernel is judged with: itself where it is a GEMM, else all of its library that quantize, or that do not.
+    """What a kernel is judged with (`perfmodel.fresh.family_of`).
 
     Those of torch.compile that its own clock chose among its candidates, in sweeps of before, are a family of their own.
     """
-    if "gemm" in KERNELS[kernel].kind:
-        return kernel
-    library, _, name = kernel.partition("/")
-    what = f"{library}/quantize_*" if name.startswith("quantize") else f"{library}, other memory-bound"
-    return f"{what} (own clock)" if by_its_clock and library == "torch" else what
+    own = by_its_clock and kernel.startswith("torch/") and "gemm" not in KERNELS[kernel].kind
+    return f"{family_of(kernel)} (own clock)" if own else family_of(kernel)
 
 
 def choices(rows: pd.DataFrame, predicted: Array) -> None:
@@ -284,7 +342,7 @@ def in_doubt(rows: pd.DataFrame, model: perfmodel.PerfModel) -> None:
     doubt = np.zeros(len(rows), dtype=np.int64)
     for name, index in rows.groupby("kernel").indices.items():
         doubt[index] = model.seen(str(name), columns_of(rows.iloc[index])).doubt
-    predicted, bounds = shipped(model, rows)
+    predicted, bounds = rows["predicted"].to_numpy(), rows[["low", "high"]].to_numpy()
     powers = np.array([model.manifest["kernels"][name]["wider_in_doubt"] for name in rows["kernel"]])
     sure = predicted[:, None] * (bounds / predicted[:, None]) ** (1 / powers[np.arange(len(rows)), doubt, None])
     # As wide for all as covers as many.
@@ -382,14 +440,17 @@ def main() -> int:
     parser.add_argument("--folds", type=int, default=FOLDS, choices=range(2, FOLDS + 1), help="how many folds to judge")
     parser.add_argument("--kernels", nargs="+", default=["*"], metavar="PATTERN", help="as 'torch/fp8_*' (default: all)")
     parser.add_argument(
-        "--hardware", default=HARDWARE, choices=perfmodel.hardware.available(), help="whose timings; fresh alone is of any"
+        "--hardware",
+        default=HARDWARE,
+        choices=perfmodel.hardware.available(),
+        help="whose timings; fresh and sweeps alone are of any",
     )
     options = parser.parse_args()
     if unknown := set(options.sections) - set(SECTIONS):
         parser.error(f"no section {sorted(unknown)[0]!r}; choose from {', '.join(SECTIONS)}")
     wanted = options.sections or SECTIONS
-    if options.hardware != HARDWARE and list(wanted) != ["fresh"]:
-        parser.error(f"--hardware {options.hardware} has the section fresh alone; name it")
+    if options.hardware != HARDWARE and not set(wanted) <= {"fresh", "sweeps"}:
+        parser.error(f"--hardware {options.hardware} has the sections fresh and sweeps alone; name them")
     data = Data(options.kernels, options.folds, options.hardware)
     if "accuracy" in wanted:
         shapes = data.rows.groupby(SHAPE).ngroups
@@ -401,6 +462,8 @@ def main() -> int:
         coverage(data)
     if "learning" in wanted:
         learning(data)
+    if "sweeps" in wanted:
+        sweeps(data)
     if "unseen" in wanted:
         unseen(data)
     elif "fresh" in wanted:
@@ -411,6 +474,8 @@ def main() -> int:
             print(line(label, result, None), flush=True)
     if "beyond" in wanted:
         print(extrapolation.two_octaves(data))
+    if "between" in wanted:
+        print(extrapolation.between(data))
     if "peers" in wanted:
         peers(data)
     return 0

@@ -11,7 +11,7 @@ import pandas as pd
 
 from perfmodel.calls import columns_of
 from perfmodel.model import PerfModel
-from perfmodel.prediction import LAUNCH_FLOOR_US, baseline_us, no_less, wider_beyond
+from perfmodel.prediction import LAUNCH_FLOOR_US, baseline_us, gap_octaves, no_less, wider_beyond
 from perfmodel.roofline import limits_us
 
 
@@ -35,7 +35,9 @@ class Explanation:
         outside: Which of m, n, k, groups, product lie outside the sizes that the kernel was measured at.
         clipped: Whether all this is less than is possible (`perfmodel.prediction.no_less`), which it takes instead.
         wider: The power of the interval's factors for the doubt about which of its kernels the library chooses; 1 without.
-        wider_beyond: Likewise for how far beyond the largest measured sizes it is; 1 where it is not.
+        wider_beyond: Likewise for how far it is from what was measured, beyond the largest sizes or between others; 1 where it
+            is not.
+        gap_octaves: By how many octaves it lies in a hole between calls that were measured (`perfmodel.cells`); 0 outside one.
     """
 
     kernel: str
@@ -53,6 +55,7 @@ class Explanation:
     clipped: bool
     wider: float
     wider_beyond: float
+    gap_octaves: float
 
     @property
     def roofline_us(self) -> float:
@@ -86,9 +89,11 @@ class Explanation:
             lines.append(f"  which of its kernels the library takes is in doubt: an interval {self.wider:.1f} times as wide")
         if self.correction != 1.0:
             lines.append(f"  measurements on this machine: {self.correction:.2f} x")
-        if self.outside:
+        if self.outside or self.gap_octaves:
             wider = f", its interval {self.wider_beyond:.1f} times as wide" if self.wider_beyond > 1.0 else ""
-            lines.append(f"  {', '.join(self.outside)} outside the measured sizes: an extrapolation{wider}")
+            gap = f"{self.gap_octaves:g} octaves and more from whatever was measured"
+            where = f"{', '.join(self.outside)} outside the measured sizes" if self.outside else gap
+            lines.append(f"  {where}: an extrapolation{wider}")
         return "\n".join(lines)
 
 
@@ -121,7 +126,8 @@ def explain(model: PerfModel, row: Mapping[str, Any] | pd.Series) -> Explanation
     typical = float(np.exp(added[-1])) * baseline / (max(compute, memory) + LAUNCH_FLOOR_US)
     shape = dict(zip(("m", "n", "k", "groups"), (int(size[0]) for size in sizes), strict=True))
     product = float(np.prod(list(shape.values()), dtype=float))
-    ranges = model.manifest["kernels"][kernel]["range"]
+    entry = model.manifest["kernels"][kernel]
+    ranges = entry["range"]
     outside = tuple(
         name for name, value in (*shape.items(), ("product", product)) if not ranges[name][0] <= value <= ranges[name][1]
     )
@@ -130,5 +136,5 @@ def explain(model: PerfModel, row: Mapping[str, Any] | pd.Series) -> Explanation
         {seen.names[index]: float(np.exp(added[index])) for index in order},
         1.0 if abs(ratio - 1) < 1e-4 else float(ratio), outside, bool(possible[0] > learned[0]),
         float(wider[seen.doubt[0]]) if (wider := model.manifest["kernels"][kernel].get("wider_in_doubt")) else 1.0,
-        float(wider_beyond(kernel, sizes, ranges)[0]),
+        float(wider_beyond(kernel, sizes, entry)[0]), float(gap_octaves(sizes, entry)[0]),
     )  # fmt: skip

@@ -33,7 +33,9 @@ import pandas as pd
 
 from perfmodel import hardware as hardware_module
 from perfmodel.calls import columns_of
+from perfmodel.cells import Cells
 from perfmodel.data_folder import data_folder
+from perfmodel.fresh import Fresh, raise_bounds, raise_factors
 from perfmodel.hardware import HardwareSpec
 from perfmodel.held_out import (
     FOLDS,
@@ -74,11 +76,13 @@ NEVER_SEEN = {
     "blind9": "held_out_blind9",
     "blind10": "held_out_blind10",
     "blind11": "held_out_blind11",
+    "blind12": "held_out_blind12",
     "blind_memory": "held_out_blind_memory",
     "blind_memory2": "held_out_blind_memory2",
     "blind_memory3": "held_out_blind_memory3",
     "blind_memory4": "held_out_blind_memory4",
     "blind_memory5": "held_out_blind_memory5",
+    "blind_memory6": "held_out_blind_memory6",
 }
 TORCH_GEMMS = tuple(name for name in GEMM_KERNELS if library_of(name) == "torch")
 HELD_OUT_SWEEPS = (*NEVER_SEEN, "repeat", "again", "own_clock", "queued", "queued_alone")
@@ -86,28 +90,38 @@ HELD_OUT_SWEEPS = (*NEVER_SEEN, "repeat", "again", "own_clock", "queued", "queue
 LEAST_ROWS_FIT, LEAST_ROWS_START = 60, 30
 
 
-def judge(
+def predict_unseen(
     rows: pd.DataFrame, learned: dict[str, Learned], entries: dict[str, Any], hardware: HardwareSpec
-) -> dict[str, Any] | None:
-    """What was learned, on rows that it has not seen: accuracy per kernel, coverage, choice regret; None without rows.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Times of rows that nothing was fitted to, (rows,), and both ends of their intervals, (rows, 2).
 
     Args:
-        rows: Measured rows.
+        rows: Measured rows of kernels that were learned.
         learned: What `train` made of each kernel.
         entries: Each kernel's part of the manifest.
         hardware: The GPU.
     """
-    rows = rows[rows["kernel"].isin(list(learned))].reset_index(drop=True)
+    predicted, bounds = np.full(len(rows), np.nan), np.full((len(rows), 2), np.nan)
+    for kernel, index in rows.groupby("kernel").indices.items():
+        entry, name = entries[str(kernel)], str(kernel)
+        predicted[index], doubt = predict_doubting(learned[name], name, rows.iloc[index], hardware, entry["range"])
+        wider = wider_beyond(name, columns_of(rows.iloc[index]), entry)
+        bounds[index] = bounds_of(predicted[index], entry, doubt, wider)
+    return predicted, bounds
+
+
+def judge(rows: pd.DataFrame, predicted: np.ndarray, bounds: np.ndarray) -> dict[str, Any] | None:
+    """How good predictions of unseen rows are: accuracy per kernel, coverage, choice regret; None without rows.
+
+    Args:
+        rows: Measured rows.
+        predicted: Their times, (rows,).
+        bounds: Both ends of their intervals, (rows, 2).
+    """
     if not len(rows):
         return None
-    predicted, bounds = np.full(len(rows), np.nan), np.full((len(rows), 2), np.nan)
-    by_kernel = {str(kernel): index for kernel, index in rows.groupby("kernel").indices.items()}
-    for kernel, index in by_kernel.items():
-        entry = entries[kernel]
-        predicted[index], doubt = predict_doubting(learned[kernel], kernel, rows.iloc[index], hardware, entry["range"])
-        wider = wider_beyond(kernel, columns_of(rows.iloc[index]), entry["range"])
-        bounds[index] = bounds_of(predicted[index], entry, doubt, wider)
     measured = rows["p50_us"].to_numpy()
+    by_kernel = {str(kernel): index for kernel, index in rows.groupby("kernel").indices.items()}
     return {
         "kernels": {kernel: accuracy(measured[i], predicted[i], bounds[i]) for kernel, i in by_kernel.items()},
         "gemm_choice": choice_regret(rows, predicted, TORCH_GEMMS),
@@ -201,8 +215,6 @@ def fit(
         for part, name in ((mine.network, network_file(kernel)), (mine.choice, choice_file(kernel))):
             files[name] = None if part is None else gzip.compress(part.save(), 9, mtime=0)
         kernels[kernel] = {
-            "held_out": accuracy(measured[index], predicted[index], bounds[index]),
-            "classes": coverage_by_class(measured[index], fresh.predicted[index], bounds[index]),
             "interval_factors": fresh.factors(timings, kernel, index),
             **({} if mine.choice is None else {"wider_in_doubt": list(fresh.wider_in_doubt)}),
             "network": mine.network is not None,
@@ -211,11 +223,25 @@ def fit(
             "least_us": mine.least_us,
             **({"regret": beside["geomean"]} if (beside := regret_beside_bf16(timings, predicted, kernel)) else {}),
             "range": _range(rows, begun.manifest["kernels"].get(kernel) if begun else None),
+            "cells": _cells(kernel, rows, launches, begun.manifest["kernels"].get(kernel) if begun else None).save(),
         }
+    unseen = settled[settled["sweep"].isin(list(NEVER_SEEN)) & settled["kernel"].isin(list(learned))].reset_index(drop=True)
+    times, ends = predict_unseen(unseen, learned, kernels, hardware)
+    asked = Fresh.of(unseen, times, ends)
+    ends, powers = asked.raised(times, ends), asked.powers()
+    kernels, bounds = raise_factors(kernels, powers), raise_bounds(timings, fresh.predicted, bounds, powers)
+    for kernel, index in indices.items():
+        kernels[kernel]["held_out"] = accuracy(measured[index], predicted[index], bounds[index])
+        kernels[kernel]["classes"] = coverage_by_class(measured[index], fresh.predicted[index], bounds[index])
+
+    def judged_on(sweep: str) -> dict[str, Any] | None:
+        mine = (unseen["sweep"] == sweep).to_numpy()
+        return judge(unseen[mine].reset_index(drop=True), times[mine], ends[mine])
+
     judged = {
         "choice_regret": choice_regret(timings, predicted, TORCH_GEMMS),
         "choice_regret_all_libraries": choice_regret(timings, predicted),
-        **{key: judge(settled[settled["sweep"] == sweep], learned, kernels, hardware) for sweep, key in NEVER_SEEN.items()},
+        **{key: judged_on(sweep) for sweep, key in NEVER_SEEN.items()},
         # Who measures again may meet a low clock, too.
         "repeat_on_another_machine": repeat_difference(everything),
     }
@@ -256,6 +282,15 @@ def _range(rows: pd.DataFrame, begun: dict[str, Any] | None) -> dict[str, list[f
     return {name: [min(low, begun["range"][name][0]), max(high, begun["range"][name][1])] for name, (low, high) in own.items()}
 
 
+def _cells(kernel: str, rows: pd.DataFrame, launches: pd.DataFrame | None, begun: dict[str, Any] | None) -> Cells:
+    """Where something was measured: careful timings, quick launches, and those of the GPU that learning began from."""
+    known = [columns_of(rows)]
+    if launches is not None and (quick := launches["kernel"] == kernel).any():
+        known.append(columns_of(launches[quick]))
+    own = Cells.of(*known)
+    return own if begun is None or "cells" not in begun else own | Cells.load(begun["cells"])
+
+
 def _write(folder: Path, files: dict[str, bytes | None]) -> None:
     """Write files, and remove those without content: one after the other, since those of two fits do not go together."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -290,7 +325,9 @@ def table(manifest: dict[str, Any]) -> str:
         a, cost = entry["held_out"], f"{entry['regret']:7.2%}" if "regret" in entry else f"{'':7s}"
         line = f"{kernel:38s}{a['n']:6d}{a['mape']:6.1%}{a['median']:7.1%}{a['p90']:6.1%}{a['worst']:6.0%}{a['coverage']:7.0%}"
         lines.append((line + cost + (f"{z['n']:5d}{z['mape']:6.1%}{z['p90']:6.1%}" if z else "")).rstrip())
-    lines.append("Inside: left-out runs' measurements inside their 90% intervals. Regret: of choosing between it and torch/bf16.")
+    lines.append(
+        "Inside: left-out runs' measurements inside the intervals that fresh sweeps ask for. Regret: of choosing it or bf16."
+    )
     if again := manifest.get("repeat_on_another_machine"):
         lines.append(
             f"A second measurement on another GPU differs by {again['mape']:.1%} (p90 {again['p90']:.1%}, n = {again['n']})."

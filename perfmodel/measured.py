@@ -57,8 +57,8 @@ def read_timings(hardware: str, folder: Path | None = None) -> pd.DataFrame:
 
     The column `run` numbers the runs of `hil.collect` that the rows come from, as the sidecars tell them; without a sidecar
     each sweep counts as one. What several workers measured is brought to the level of one process (`SHARED_US`,
-    `SHARED_GROUPED_US`, `SHARED_LAUNCH_US`), what cool GEMMs took by themselves to that of a step (`ALONE_SHARE`). The
-    column `settled` says which rows were timed at a clock of their own (`perfmodel.steady`).
+    `SHARED_GROUPED_US`, `SHARED_LAUNCH_US`; the column `shared` says which were), what cool GEMMs took by themselves to that
+    of a step (`ALONE_SHARE`). The column `settled` says which rows were timed at a clock of their own (`perfmodel.steady`).
 
     Args:
         hardware: A name of `perfmodel.hardware.available()`.
@@ -82,7 +82,7 @@ def read_timings(hardware: str, folder: Path | None = None) -> pd.DataFrame:
             raise ValueError(f"{path} has a p50_us that is not finite; measure it again with: python -m hil.collect")
         run, shared = _runs(path, frame)
         first = 1 + max((int(known["run"].max()) for known in frames if len(known)), default=-1)
-        frame = frame.assign(run=first + run)
+        frame = frame.assign(run=first + run, shared=shared)
         frame["settled"] = settled(frame)
         frame = of_a_step(of_one_process(frame, shared))
         modelled = [name in KERNELS and KERNELS[name].kind != "linear" for name in frame["kernel"]]

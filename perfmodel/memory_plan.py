@@ -119,19 +119,27 @@ def run_height(rows: Whole, length: Whole) -> Whole:
     return np.maximum(np.minimum(np.maximum(2048 // width, 1), _next_power(rows)), 128 // width)
 
 
+def _apart(columns: Whole) -> Array:
+    """How far words of two columns are moved by themselves, 1, or 0 where a vector of four is.
+
+    Our kernels know the power of two in a row's length (`numerics.sizes.unit_of`): where 8 does not divide its columns, a mask
+    keeps words from going together.
+    """
+    return np.where(columns % 2, 0.0, 1 - (_power_in(columns, 8) - 1) / 2)
+
+
 def _runs(rows: Whole, length: Whole, odd: Array) -> Columns:
     """Our quantizers of rows: as many to a program as fill it, unmasked where they fit (`numerics.gpu_words`, `numerics.gpu`)."""
     width, height = _next_power(length), run_height(rows, length)
     even = (width == length) & (rows % height == 0)
     fill = rows * length / (_ceil(rows, height) * height * width)
-    # A mask costs little where a row's words come by 16: they are still loaded and stored together.
-    unmasked = (even | (length % 32 == 0)).astype(float)
+    unmasked = np.where(even, 1.0, np.where(length % 2, 0.0, 1 - _apart(length)))
     return _programs(_ceil(rows, height), 8, unmasked=unmasked, even=even.astype(float), fill=fill, odd=odd)
 
 
 def _odd(rows: Whole, columns: Whole) -> Columns:
-    """What a turned result cannot be cast by: rows four at a time (it is copied then), columns two at a time."""
-    return {"odd": (columns % 2 > 0).astype(float), "copied": (rows % 4 > 0).astype(float)}
+    """What a turned result cannot be cast by: rows four at a time (it is copied then), columns two or eight at a time."""
+    return {"odd": (columns % 2 > 0).astype(float), "copied": (rows % 4 > 0).astype(float), "by_word": _apart(columns)}
 
 
 def _tiles(rows: Whole, columns: Whole, at_once: int, wide: int = 128) -> Columns:

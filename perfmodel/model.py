@@ -22,7 +22,7 @@ from perfmodel.compiled import worth_compiling
 from perfmodel.hardware import HardwareSpec
 from perfmodel.kernels import KERNELS
 from perfmodel.network import Network, single_threaded
-from perfmodel.prediction import Seen, at_edge, baseline_us, bounds_of, no_less, wider_beyond
+from perfmodel.prediction import Seen, at_edge, baseline_us, bounds_of, gap_octaves, no_less, wider_beyond
 from perfmodel.trees import Trees
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class PerfModel:
         ratio = seen.smooth + self.learned(kernel)[1].predict(seen.matrix).astype(np.float64)
         learned = baseline_us(kernel, *sizes, self.hardware, self.planned(kernel)) * np.exp(ratio)
         time = no_less(learned, kernel, sizes, self.hardware, self.least_us(kernel))
-        low, high = bounds_of(time, entry, seen.doubt, wider_beyond(kernel, sizes, entry["range"])).T
+        low, high = bounds_of(time, entry, seen.doubt, wider_beyond(kernel, sizes, entry)).T
         # However little is known of a call, it does not beat the roofline.
         return np.column_stack([time, no_less(low, kernel, sizes, self.hardware, 0.0), high])
 
@@ -173,7 +173,7 @@ class PerfModel:
         Beyond the largest measured M, N or K a call never takes less for being larger (of the same alignment). Inside, the
         library's own times fall now and then where it changes its kernel: of pairs of H200 timings of aligned GEMMs that
         differ by a factor of two in one size, 1 to 4% by kernel fall by more than 5%, one to less than half. The prediction
-        follows by at most a third, and by more than 5% in less than 2% of such pairs. Nothing takes less than 97% of the
+        follows by at most a third, and by more than 5% in less than 2% of such pairs. Nothing takes less than 95% of the
         roofline, nor than the shortest call of its kernel that was fitted to.
 
         Args:
@@ -181,9 +181,9 @@ class PerfModel:
                 `k` are the rows and columns of its input and `n` is 1. A DataFrame, or columns by name.
 
         Returns:
-            Columns `time_us`, `low_us`, `high_us` (a 90% interval, the wider the further a call is beyond the largest sizes
-            that were measured; `in_range` says which are outside), in the order of `frame`: a DataFrame with its index, or
-            arrays by name where it is no DataFrame.
+            Columns `time_us`, `low_us`, `high_us` (a 90% interval, the wider the further a call is from what was measured),
+            in the order of `frame`: a DataFrame with its index, or arrays by name where it is no DataFrame. A DataFrame's
+            `attrs["extrapolated"]` is the number of calls outside what was measured; `in_range` says which.
 
         Raises:
             ValueError: an unknown kernel, one without measurements on this GPU, a size that is no whole number from 1 on, or a
@@ -223,11 +223,15 @@ class PerfModel:
                 for found in (pool.map(self.learned, names), pool.map(self.choice, names), pool.map(fill, parts)):
                     list(found)
         columns = dict(zip(("time_us", "low_us", "high_us"), result.T, strict=True))
-        if isinstance(frame, Mapping):
-            return columns
+        return columns if isinstance(frame, Mapping) else self._answer(frame, columns)
+
+    def _answer(self, frame: pd.DataFrame, columns: Mapping[str, Array]) -> pd.DataFrame:
+        """What `predict` answers to `frame`: these columns, and how many of its calls are extrapolated."""
         import pandas
 
-        return pandas.DataFrame(columns, index=frame.index)
+        answer = pandas.DataFrame(columns, index=frame.index)
+        answer.attrs["extrapolated"] = int((~self.in_range(frame)).sum())
+        return answer
 
     def _refuse_unknown(self, kernel: str) -> None:
         if kernel not in self.manifest["kernels"]:
@@ -294,6 +298,8 @@ class PerfModel:
     def in_range(self, frame: pd.DataFrame | Columns) -> pd.Series | npt.NDArray[np.bool_]:
         """Whether each call lies inside the sizes that the kernel was measured at (every dimension, and their product).
 
+        It does not where nothing within half an octave to one in each size was measured, either (`perfmodel.cells`).
+
         Raises:
             ValueError: an unknown kernel, or one without measurements on this GPU.
         """
@@ -303,8 +309,11 @@ class PerfModel:
         inside = np.ones(len(kernels), dtype=bool)
         for kernel, rows in places_of(kernels).items():
             self._refuse_unknown(kernel)
-            for name, (low, high) in self.manifest["kernels"][kernel]["range"].items():
+            entry = self.manifest["kernels"][kernel]
+            for name, (low, high) in entry["range"].items():
                 inside[rows] &= (sizes[name][rows] >= low) & (sizes[name][rows] <= high)
+            m, n, k, groups = (sizes[name][rows] for name in ("m", "n", "k", "groups"))
+            inside[rows] &= gap_octaves((m, n, k, groups), entry) == 0
         if isinstance(frame, Mapping):
             return inside
         import pandas

@@ -328,7 +328,7 @@ class RefinedModel(PerfModel):
                 shapes, values = self._measured[str(kernel)]
                 found = shapes.get_indexer(pd.MultiIndex.from_arrays(columns_of(rows.iloc[index])))
                 result[index[found >= 0]] = values[found[found >= 0]]
-        return pd.DataFrame(result, columns=["time_us", "low_us", "high_us"], index=frame.index)
+        return self._answer(frame, dict(zip(("time_us", "low_us", "high_us"), result.T, strict=True)))
 
     def in_range(self, frame: Any) -> Any:
         """Whether each call lies inside the sizes that the base was fitted to, or was measured here."""

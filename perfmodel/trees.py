@@ -169,5 +169,8 @@ class Trees:
     def _values(self, matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
         values = np.ascontiguousarray(matrix, dtype=np.float32)
         if values.ndim != 2 or values.shape[1] != self.features:
-            raise ValueError(f"the trees were fitted on {self.features} features; the matrix has the shape {values.shape}")
+            raise ValueError(
+                f"these trees were fitted on {self.features} features, and this version of loka-sim makes {values.shape[-1]}; "
+                "fit them again: loka-sim collect --gpu, or python -m perfmodel.fit"
+            )
         return values

@@ -1,5 +1,6 @@
 """Plans of memory-bound launches against torch's own rule and the launches that our kernels make."""
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -56,7 +57,15 @@ class Recorded:
         self.arguments, self.options = arguments, options
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(384, 16), (464, 16), (432, 32), (1000, 96), (3, 2), (64, 8192), (17, 16384)])
+def moved_apart(kernel):
+    """How far a recorded launch moves words by themselves: those that are known to lie together, four at most, of two columns."""
+    return 1 - math.log2(min(kernel.options["UNIT"], 4)) / 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(384, 16), (464, 16), (432, 32), (1000, 96), (3, 2), (64, 8192), (17, 16384), (99, 12), (99, 18), (99, 24)],
+)
 def test_runs_are_launched_as_planned(monkeypatch, rows, columns):
     from numerics import gpu_words
     from numerics.gpu_constants import constants_of
@@ -69,6 +78,8 @@ def test_runs_are_launched_as_planned(monkeypatch, rows, columns):
     gpu_words.quantize(x, recipe, codes, torch.zeros(rows, 1), None, constants_of(recipe, False, False))
     known = planned("loka/quantize_rowwise", rows, columns)
     assert (known["programs"],) == kernel.grid and bool(known["even"]) == kernel.options["EVEN"]
+    assert known["unmasked"] == (1 if kernel.options["EVEN"] else 1 - moved_apart(kernel))
+    assert kernel.arguments[5] * kernel.options["UNIT"] == columns // 2
 
 
 @pytest.mark.parametrize("size", [1, 2, 48, 96, 1000, 5 * 6045, 8192, 479 * 7616 + 16, 10556000, 17210232])
@@ -129,7 +140,7 @@ def test_strips_are_shared_as_planned(monkeypatch, rows, columns):
     assert gpu_strips.quantize_columns(x, turned, None, None, None)
     known = planned("loka/quantize_rowwise_transposed", rows, columns)
     assert known["members"] == kernel.options["MEMBERS"]
-    assert min(known["programs"], 4 * 132) == kernel.grid[0]
+    assert min(known["programs"], 4 * 132) == kernel.grid[0] and known["by_word"] == moved_apart(kernel)
 
 
 def test_launches_of_a_call():
@@ -172,6 +183,7 @@ def test_tiles_are_launched_as_planned(monkeypatch, kernel, rows, columns, expec
     assert launches([f"loka/quantize_{kernel}"], [rows], [columns]).tolist() == [expected]
     assert (cast or pairs) == [(known["programs"],)]
     assert bool(search) == (expected == 2) and bool(pairs) == bool(amax) == (expected == 3)
+    assert known["by_word"] == moved_apart(recorded[1 if cast else 2])
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(64, 13), (192, 13), (3, 27), (4096, 127), (5, 6045), (262144, 1), (1, 2275)])

@@ -1,0 +1,165 @@
+"""How wide intervals are for shapes to come: as fresh sweeps ask, drawn anew, timed on other days, and seen by no fit.
+
+Runs left out of the fit (`perfmodel.held_out`) say how an interval's width follows a call's size, the doubt about its kernel and
+how far it lies beyond what was measured. But they were drawn to teach, many of odd sizes, and trees without them know less than
+those that are shipped: by these alone 83% to 99% of fresh measurements are inside, by kernel and size class. So the factors of
+each family and size class are raised to the power at which they hold 90% of the fresh sweeps: split-conformal once more, by the
+shipped trees themselves. A sweep is judged by powers that it did not help to find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from perfmodel.calls import columns_of
+from perfmodel.held_out import COVERAGE
+from perfmodel.kernels import KERNELS
+from perfmodel.model import PerfModel
+from perfmodel.prediction import SIZE_CLASSES_US, bounds_of, size_class, wider_beyond
+
+Array = npt.NDArray[np.float64]
+
+Powers = Mapping[str, Sequence[float]]
+"""By family, a power for each size class."""
+CLASSES = len(SIZE_CLASSES_US) + 1
+# Whole models' shapes, which are kept for judging alone.
+KEPT = "zoo"
+# A family counts beside so many rows that ask for no other width, a size class beside so many as its family. With as many as
+# these, a half, or twice as many, each family of an H200's fresh sweeps is inside 88% to 92%, of sweeps that had no say.
+ALIKE_FAMILY_ROWS, ALIKE_CLASS_ROWS = 100, 50
+
+
+def family_of(kernel: str) -> str:
+    """What shares a kernel's powers: itself where it is a GEMM, else all of its library that quantize, or that do not."""
+    if "gemm" in KERNELS[kernel].kind:
+        return kernel
+    library, _, name = kernel.partition("/")
+    return f"{library}/quantize_*" if name.startswith("quantize") else f"{library}, other memory-bound"
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """Fresh measurements beside intervals that none of them has widened.
+
+    Attributes:
+        family: `family_of` each row's kernel, (rows,).
+        size_class: Of its predicted time, (rows,).
+        sweep: Its sweep, (rows,).
+        needed: The logarithm of the power of its interval's factors at which the measurement is at an end of it, (rows,).
+        heard: Whether it has a say, (rows,).
+    """
+
+    family: npt.NDArray[Any]
+    size_class: npt.NDArray[np.int64]
+    sweep: npt.NDArray[Any]
+    needed: Array
+    heard: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, rows: pd.DataFrame, predicted: Array, bounds: Array) -> Fresh:
+        """Rows that no fit saw, with `kernel`, `sweep`, `p50_us`, `shared` and `settled`, beside predictions.
+
+        The sweep `KEPT` has no say, nor have GEMMs that were timed beside other processes, nor what was timed at another's clock.
+
+        Args:
+            rows: As `perfmodel.measured.read_timings` has them.
+            predicted: Their times, (rows,).
+            bounds: Both ends of their intervals, (rows, 2).
+        """
+        off = np.log(rows["p50_us"].to_numpy(dtype=float) / predicted)
+        end = np.where(off > 0, np.log(bounds[:, 1] / predicted), -np.log(bounds[:, 0] / predicted))
+        # An interval without width on one side holds nothing there, whatever the power.
+        needed = np.log(np.maximum(np.abs(off), 1e-9) / np.maximum(end, 1e-9))
+        gemm = np.array(["gemm" in KERNELS[name].kind for name in rows["kernel"]], dtype=bool)
+        sweep = rows["sweep"].to_numpy(dtype=object)
+        shared, settled = (rows[name].to_numpy(dtype=bool) for name in ("shared", "settled"))
+        heard = (sweep != KEPT) & settled & ~(gemm & shared)
+        return cls(_families(rows), size_class(predicted), sweep, needed, heard)
+
+    def powers(self, without: str | None = None) -> Powers:
+        """The power of each size class's interval factors, by family; of what there are no rows of it is 1, and not there.
+
+        Args:
+            without: A sweep that has no say.
+        """
+        found = {}
+        heard = self.heard & (self.sweep != without)
+        for family in dict.fromkeys(self.family[heard].tolist()):
+            mine = heard & (self.family == family)
+            usual = _beside(self.needed[mine], ALIKE_FAMILY_ROWS, 0.0)
+            own = [_beside(self.needed[mine & (self.size_class == c)], ALIKE_CLASS_ROWS, usual) for c in range(CLASSES)]
+            found[family] = [float(power) for power in np.exp(own)]
+        return found
+
+    def raised(self, predicted: Array, bounds: Array) -> Array:
+        """Each row's interval under the powers that its sweep had no say in, (rows, 2); arguments as of `of`."""
+        result = bounds.copy()
+        for sweep in dict.fromkeys(self.sweep.tolist()):
+            mine = self.sweep == sweep
+            power = _power(self.family[mine], self.size_class[mine], self.powers(sweep))
+            result[mine] = predicted[mine, None] * (bounds[mine] / predicted[mine, None]) ** power[:, None]
+        return result
+
+
+def _families(rows: pd.DataFrame) -> npt.NDArray[Any]:
+    return np.array([family_of(name) for name in rows["kernel"]], dtype=object)
+
+
+def _power(family: npt.NDArray[Any], classes: npt.NDArray[np.int64], powers: Powers) -> Array:
+    """Of each row, (rows,)."""
+    return np.array([powers[of][c] if of in powers else 1.0 for of, c in zip(family, classes, strict=True)])
+
+
+def _beside(needed: Array, rows: int, usual: float) -> float:
+    """The power, as a logarithm, that holds `COVERAGE` of such rows, beside so many rows that ask for what is usual."""
+    if not len(needed):
+        return usual
+    rank = min(1.0, COVERAGE * (len(needed) + 1) / len(needed))
+    return (len(needed) * float(np.quantile(needed, rank)) + rows * usual) / (len(needed) + rows)
+
+
+def raise_bounds(rows: pd.DataFrame, predicted: Array, bounds: Array, powers: Powers) -> Array:
+    """Intervals of rows with `kernel` as they are under these powers, (rows, 2); arguments as of `Fresh.of`."""
+    power = _power(_families(rows), size_class(predicted), powers)
+    return np.asarray(predicted[:, None] * (bounds / predicted[:, None]) ** power[:, None])
+
+
+def raise_factors(entries: Mapping[str, Any], powers: Powers) -> dict[str, Any]:
+    """A manifest's kernels with the interval factors of each size class raised, and the powers by which: `interval_powers`.
+
+    Args:
+        entries: By kernel.
+        powers: Of `Fresh.powers`.
+    """
+    result = {}
+    for kernel, entry in entries.items():
+        own = np.array(powers.get(family_of(kernel), [1.0] * CLASSES))
+        factors = np.asarray(entry["interval_factors"]) ** own[:, None]
+        result[kernel] = {**entry, "interval_factors": factors.tolist(), "interval_powers": own.tolist()}
+    return result
+
+
+def lower_factors(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The kernels of a manifest as they were before `raise_factors`; those of one that was never raised as they are."""
+    result = {}
+    for kernel, entry in entries.items():
+        own = 1 / np.array(entry.get("interval_powers", [1.0] * CLASSES))
+        result[kernel] = {**entry, "interval_factors": (np.asarray(entry["interval_factors"]) ** own[:, None]).tolist()}
+    return result
+
+
+def of_model(model: PerfModel, rows: pd.DataFrame) -> tuple[Array, Array, Fresh]:
+    """Of fresh rows, times by a shipped model, ends of the intervals before any fresh sweep had a say, and what rows ask for."""
+    predicted, bounds = model.predict(rows)["time_us"].to_numpy(), np.full((len(rows), 2), np.nan)
+    for kernel, index in rows.groupby("kernel").indices.items():
+        sizes, name = columns_of(rows.iloc[index]), str(kernel)
+        entry = lower_factors({name: model.manifest["kernels"][name]})[name]
+        wider = wider_beyond(name, sizes, entry)
+        bounds[index] = bounds_of(predicted[index], entry, model.seen(name, sizes).doubt, wider)
+    return predicted, bounds, Fresh.of(rows, predicted, bounds)
