@@ -21,6 +21,8 @@ from perfmodel.calls import Sizes
 Array = npt.NDArray[np.float64]
 
 PER_OCTAVE = 2
+# Of a size as a number from 0.5 up to 1 times a power of two, from where on it lies in the upper half of its octave.
+_UPPER_HALF = np.sqrt(0.5) * (1 - 1e-12)
 # Cells from a measured one that count as near: half an octave to a whole one away in each size.
 NEAR = 1
 # Cells beyond which a gap counts as no wider.
@@ -30,8 +32,9 @@ LAUNCH_ONLY = 2**18
 
 
 def _cell(sizes: Sizes) -> npt.NDArray[np.int64]:
-    """Number of each size's cell, (4, calls)."""
-    return np.floor(PER_OCTAVE * np.log2(np.asarray(sizes, dtype=np.float64)) + 1e-9).astype(np.int64)
+    """Number of each size's cell, (4, calls): twice the logarithm to the base of two, rounded down."""
+    half, octave = np.frexp(np.asarray(sizes, dtype=np.float64))
+    return PER_OCTAVE * (octave.astype(np.int64) - 1) + (half >= _UPPER_HALF)
 
 
 @dataclass(frozen=True, eq=False)
