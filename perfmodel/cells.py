@@ -1,7 +1,7 @@
 """Where among sizes something was measured, by cells of half an octave: holes inside the largest sizes are found so.
 
-Each of a call's sizes may have been measured while nothing like the call was: batched products of 64 x 64 x 65,536 lie between
-wide ones and long ones, and a model that had seen only those took 17% too little or too much.
+Each of a call's sizes may have been measured while nothing like the call was: of 54 batched products of K from 16,384 on, inside
+every range of an H200's model that knew nothing like them, its times were 18% off in the median (docs/time_model.md).
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _UPPER_HALF = np.sqrt(0.5) * (1 - 1e-12)
 NEAR = 1
 # Cells beyond which a gap counts as no wider.
 FURTHEST = NEAR + 2 * PER_OCTAVE
-# A call whose sizes have up to this product, and so moves no more elements either, is a launch, which is known.
-LAUNCH_ONLY = 2**18
+# A call whose sizes have up to this product, and which sums up to so many, is a launch, which is known. Longer sums are not: one
+# multiprocessor may have to do all of one (1 ms at a K of 87,488 and 4 products of 8 x 13).
+LAUNCH_ONLY, LAUNCH_ONLY_K = 2**18, 2**10
 
 
 def _cell(sizes: Sizes) -> npt.NDArray[np.int64]:
@@ -76,7 +77,10 @@ class Cells:
     def _away(self) -> npt.NDArray[np.uint8]:
         """How many cells each cell is from a known one, in the size in which it is furthest; at most `FURTHEST`."""
         edges = np.meshgrid(*((np.arange(size) + 1) / PER_OCTAVE for size in self.measured.shape), indexing="ij", sparse=True)
-        reached = self.measured | (sum(edges) <= np.log2(LAUNCH_ONLY))
+        launch = sum(edges) <= np.log2(LAUNCH_ONLY)
+        # What is bound by memory has a single column and group, and shares long rows out.
+        products = self.measured.shape[1] * self.measured.shape[3] > 1
+        reached = self.measured | (launch & (edges[2] <= np.log2(LAUNCH_ONLY_K)) if products else launch)
         away = np.where(reached, 0, FURTHEST).astype(np.uint8)
         for step in range(1, FURTHEST):
             grown = reached.copy()

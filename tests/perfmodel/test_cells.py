@@ -6,7 +6,7 @@ import pytest
 from scipy.ndimage import distance_transform_cdt
 
 import perfmodel
-from perfmodel.cells import FURTHEST, LAUNCH_ONLY, NEAR, PER_OCTAVE, Cells
+from perfmodel.cells import FURTHEST, LAUNCH_ONLY, LAUNCH_ONLY_K, NEAR, PER_OCTAVE, Cells
 from perfmodel.prediction import WIDER_BETWEEN, WIDER_MEMORY, wider_beyond
 
 
@@ -17,19 +17,24 @@ def sizes(*calls):
 def test_octaves_from_what_was_measured_by_hand():
     cells = Cells.of(sizes((1024, 64, 64, 1), (2**17, 64, 64, 1)))
     # Measured; half an octave off; 1.5 octaves above 1,024 in M, and 3; as far in two sizes counts once; beyond the largest; and
-    # a launch, which is known.
+    # a launch, which is known, but not where the sum is long.
     asked = sizes(
         (1024, 64, 64, 1), (1450, 64, 64, 1), (2900, 64, 64, 1), (8192, 64, 64, 1), (2900, 16, 64, 1), (2**18, 64, 64, 1),
         (1024, 8, 16, 1),
     )  # fmt: skip
     np.testing.assert_allclose(cells.gap_octaves(asked), [0, 0, 1.0, 2.0, 1.5, 0, 0])
+    long = Cells.of(sizes((1024, 64, 64, 1), (64, 64, 2**16, 1)))
+    np.testing.assert_allclose(long.gap_octaves(sizes((1, 1, 512, 1), (1, 1, 2**16, 1))), [0, 2.0])
+    # A row of one operand is shared out.
+    assert Cells.of(sizes((1024, 1, 2**18, 1))).gap_octaves(sizes((2, 1, 2**16, 1))).tolist() == [0]
 
 
 def test_the_distance_is_scipys():
-    measured = np.random.default_rng(0).random((13, 12, 14, 12)) < 0.002
+    measured = np.random.default_rng(0).random((12, 11, 24, 12)) < 0.002
     at = np.indices(measured.shape).reshape(4, -1)
-    # Calls of so few elements are launches, whatever was measured.
-    known = measured | (np.exp2((at + 1) / PER_OCTAVE).prod(axis=0) < LAUNCH_ONLY * 1.01).reshape(measured.shape)
+    # Calls of so few elements are launches, whatever was measured, but for long sums.
+    edges = np.exp2((at + 1) / PER_OCTAVE)
+    known = measured | ((edges.prod(axis=0) < LAUNCH_ONLY * 1.01) & (edges[2] < LAUNCH_ONLY_K * 1.01)).reshape(measured.shape)
     away = distance_transform_cdt(~known, "chessboard")
     found = Cells(measured).gap_octaves(tuple(np.exp2((at + 0.5) / PER_OCTAVE)))
     expected = np.clip(away.ravel() - NEAR, 0, FURTHEST - NEAR) / PER_OCTAVE
