@@ -70,10 +70,7 @@ def two_octaves(data: Any) -> str:
     kernels = [name for names in families.values() for name in names]
     rows = pd.concat([found for _, found in _extrapolated(data, kernels, regions) if len(found)], ignore_index=True)
     rows = rows[rows["octaves"] > 0].reset_index(drop=True)
-    off, octaves, power = np.log(rows["measured"] / rows["predicted"]), rows["octaves"].to_numpy(), rows["power"].to_numpy()
-    ends = np.where(off > 0, np.log(rows["high"] / rows["predicted"]), np.log(rows["low"] / rows["predicted"])) / power
-    # 1 on the edge of the interval that holds inside.
-    reach, error = (off / ends).to_numpy(), np.abs(rows["predicted"] / rows["measured"] - 1).to_numpy()
+    octaves, power, (reach, error) = rows["octaves"].to_numpy(), rows["power"].to_numpy(), _off(rows)
     lines = ["", "Fitted without the two largest octaves of M, N or K, and judged there, by octaves beyond the rest"]
     head = f"{'':28s} {'octaves':>11s} {'n':>6s} {'MAPE':>6s} {'covered, as wide as inside':>27s} {'as predicted':>13s}"
     lines.append(f"{head} {'for 90%':>8s}")
@@ -97,9 +94,7 @@ def between(data: Any) -> str:
         return {"a hole": (k >= LONG_K) & (k <= LONGER_K) & (groups <= FEW_GROUPS) & (m >= LEAST_SIDE) & (n >= LEAST_SIDE)}
 
     rows = pd.concat([found for _, found in _extrapolated(data, GROUPED, regions)], ignore_index=True)
-    off, gap, power = np.log(rows["measured"] / rows["predicted"]), rows["gap"].to_numpy(), rows["power"].to_numpy()
-    ends = np.where(off > 0, np.log(rows["high"] / rows["predicted"]), np.log(rows["low"] / rows["predicted"])) / power
-    reach, error = (off / ends).to_numpy(), np.abs(rows["predicted"] / rows["measured"] - 1).to_numpy()
+    gap, power, (reach, error) = rows["gap"].to_numpy(), rows["power"].to_numpy(), _off(rows)
     sides = f"{LONG_K:,} <= K <= {LONGER_K:,}, M and N from {LEAST_SIDE}, up to {FEW_GROUPS} groups"
     lines = ["", f"Products in groups, fitted without those of {sides}, and judged there, by octaves from the rest"]
     lines.append(
@@ -111,6 +106,13 @@ def between(data: Any) -> str:
         needed = "" if octaves is None else f"{np.quantile(reach[some], COVERAGE):8.1f}"
         lines.append(f"{'all' if octaves is None else f'{octaves:g}':>11s} {some.sum():6d} {shares} {needed}".rstrip())
     return "\n".join(lines)
+
+
+def _off(rows: pd.DataFrame) -> tuple[Array, Array]:
+    """How far off rows are, (rows,) each: over the interval that holds inside, 1 on its edge, and as a share of the time."""
+    off = np.log(rows["measured"] / rows["predicted"]).to_numpy()
+    ends = np.where(off > 0, np.log(rows["high"] / rows["predicted"]), np.log(rows["low"] / rows["predicted"])) / rows["power"]
+    return off / ends.to_numpy(), np.abs(rows["predicted"] / rows["measured"] - 1).to_numpy()
 
 
 def _extrapolated(data: Any, kernels: Sequence[str], regions: Any) -> Iterator[tuple[str, pd.DataFrame]]:

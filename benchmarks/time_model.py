@@ -57,8 +57,8 @@ from perfmodel.prediction import SIZE_CLASSES_US
 Array = npt.NDArray[np.float64]
 
 # What the sweeps that no fit saw are, where they are not shapes drawn anew.
-FRESH = "Fresh shapes or operands"
-SWEEPS = {
+DRAWN = "Fresh shapes or operands"
+TITLES = {
     "zoo": "Whole models", "blind": "Fresh shapes, of many processes", "blind2": "Fresh shapes, of many processes",
     "blind4": "Fresh shapes of `collect --gpu`",
 }  # fmt: skip
@@ -248,7 +248,7 @@ def unseen(data: Data) -> None:
                 rows[["low", "high"]].to_numpy(),
                 rows["settled"].to_numpy(),
             )
-            title = f"{SWEEPS.get(sweep, FRESH)} (sweep {sweep}): the shipped trees"
+            title = f"{TITLES.get(sweep, DRAWN)} (sweep {sweep}): the shipped trees"
             accuracy_table(rows[settled].reset_index(drop=True), predicted[settled], bounds[settled], title)
             for whose, some in (("all", settled), ("at another's clock", ~settled), ("all, as timed", settled | ~settled)):
                 if some.any():

@@ -135,6 +135,6 @@ def explain(model: PerfModel, row: Mapping[str, Any] | pd.Series) -> Explanation
         kernel, shape, float(time), float(low), float(high), compute, memory, LAUNCH_FLOOR_US, typical,
         {seen.names[index]: float(np.exp(added[index])) for index in order},
         1.0 if abs(ratio - 1) < 1e-4 else float(ratio), outside, bool(possible[0] > learned[0]),
-        float(wider[seen.doubt[0]]) if (wider := model.manifest["kernels"][kernel].get("wider_in_doubt")) else 1.0,
+        float(wider[seen.doubt[0]]) if (wider := entry.get("wider_in_doubt")) else 1.0,
         float(wider_beyond(kernel, sizes, entry)[0]), float(gap_octaves(sizes, entry)[0]),
     )  # fmt: skip

@@ -211,6 +211,7 @@ def fit(
     jobs = [(kernel, timings.iloc[index], hardware, first.get(kernel)) for kernel, index in indices.items()]
     for (kernel, rows, *_), (mine, trees) in zip(jobs, each(_stored, jobs), strict=True):
         index, learned[kernel] = indices[kernel], mine
+        elsewhere = begun.manifest["kernels"].get(kernel) if begun else None
         files[model_file(kernel)] = trees
         for part, name in ((mine.network, network_file(kernel)), (mine.choice, choice_file(kernel))):
             files[name] = None if part is None else gzip.compress(part.save(), 9, mtime=0)
@@ -222,8 +223,8 @@ def fit(
             "planned": True,
             "least_us": mine.least_us,
             **({"regret": beside["geomean"]} if (beside := regret_beside_bf16(timings, predicted, kernel)) else {}),
-            "range": _range(rows, begun.manifest["kernels"].get(kernel) if begun else None),
-            "cells": _cells(kernel, rows, launches, begun.manifest["kernels"].get(kernel) if begun else None).save(),
+            "range": _range(rows, elsewhere),
+            "cells": _cells(kernel, rows, launches, elsewhere).save(),
         }
     unseen = settled[settled["sweep"].isin(list(NEVER_SEEN)) & settled["kernel"].isin(list(learned))].reset_index(drop=True)
     times, ends = predict_unseen(unseen, learned, kernels, hardware)

@@ -103,7 +103,7 @@ class Fresh:
         for sweep in dict.fromkeys(self.sweep.tolist()):
             mine = self.sweep == sweep
             power = _power(self.family[mine], self.size_class[mine], self.powers(sweep))
-            result[mine] = predicted[mine, None] * (bounds[mine] / predicted[mine, None]) ** power[:, None]
+            result[mine] = _raised(predicted[mine], bounds[mine], power)
         return result
 
 
@@ -116,6 +116,11 @@ def _power(family: npt.NDArray[Any], classes: npt.NDArray[np.int64], powers: Pow
     return np.array([powers[of][c] if of in powers else 1.0 for of, c in zip(family, classes, strict=True)])
 
 
+def _raised(predicted: Array, bounds: Array, power: Array) -> Array:
+    """Ends of intervals with their factors on the predicted times to a power, (rows, 2)."""
+    return np.asarray(predicted[:, None] * (bounds / predicted[:, None]) ** power[:, None])
+
+
 def _beside(needed: Array, rows: int, usual: float) -> float:
     """The power, as a logarithm, that holds `COVERAGE` of such rows, beside so many rows that ask for what is usual."""
     if not len(needed):
@@ -126,8 +131,7 @@ def _beside(needed: Array, rows: int, usual: float) -> float:
 
 def raise_bounds(rows: pd.DataFrame, predicted: Array, bounds: Array, powers: Powers) -> Array:
     """Intervals of rows with `kernel` as they are under these powers, (rows, 2); arguments as of `Fresh.of`."""
-    power = _power(_families(rows), size_class(predicted), powers)
-    return np.asarray(predicted[:, None] * (bounds / predicted[:, None]) ** power[:, None])
+    return _raised(predicted, bounds, _power(_families(rows), size_class(predicted), powers))
 
 
 def raise_factors(entries: Mapping[str, Any], powers: Powers) -> dict[str, Any]:
@@ -145,13 +149,10 @@ def raise_factors(entries: Mapping[str, Any], powers: Powers) -> dict[str, Any]:
     return result
 
 
-def lower_factors(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The kernels of a manifest as they were before `raise_factors`; those of one that was never raised as they are."""
-    result = {}
-    for kernel, entry in entries.items():
-        own = 1 / np.array(entry.get("interval_powers", [1.0] * CLASSES))
-        result[kernel] = {**entry, "interval_factors": (np.asarray(entry["interval_factors"]) ** own[:, None]).tolist()}
-    return result
+def lower_factors(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A kernel of a manifest as it was before `raise_factors`; one that was never raised as it is."""
+    own = 1 / np.array(entry.get("interval_powers", [1.0] * CLASSES))
+    return {**entry, "interval_factors": (np.asarray(entry["interval_factors"]) ** own[:, None]).tolist()}
 
 
 def of_model(model: PerfModel, rows: pd.DataFrame) -> tuple[Array, Array, Fresh]:
@@ -159,7 +160,7 @@ def of_model(model: PerfModel, rows: pd.DataFrame) -> tuple[Array, Array, Fresh]
     predicted, bounds = model.predict(rows)["time_us"].to_numpy(), np.full((len(rows), 2), np.nan)
     for kernel, index in rows.groupby("kernel").indices.items():
         sizes, name = columns_of(rows.iloc[index]), str(kernel)
-        entry = lower_factors({name: model.manifest["kernels"][name]})[name]
+        entry = lower_factors(model.manifest["kernels"][name])
         wider = wider_beyond(name, sizes, entry)
         bounds[index] = bounds_of(predicted[index], entry, model.seen(name, sizes).doubt, wider)
     return predicted, bounds, Fresh.of(rows, predicted, bounds)

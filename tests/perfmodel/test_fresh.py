@@ -95,8 +95,8 @@ def test_kernels_without_fresh_rows_keep_their_intervals_and_raising_is_undone()
     assert raised["loka/quantize_rowwise"]["interval_factors"] == entry["interval_factors"]
     np.testing.assert_allclose(raised[KERNEL]["interval_factors"][1], [0.81, 1.44])
     assert raised[KERNEL]["interval_powers"] == [1.0, 2.0, 0.5, 1.0]
-    np.testing.assert_allclose(lower_factors(raised)[KERNEL]["interval_factors"], entry["interval_factors"])
-    assert lower_factors(entries)[KERNEL]["interval_factors"] == entry["interval_factors"]
+    np.testing.assert_allclose(lower_factors(raised[KERNEL])["interval_factors"], entry["interval_factors"])
+    assert lower_factors(entry)["interval_factors"] == entry["interval_factors"]
 
 
 def test_families():
