@@ -446,6 +446,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         told = {name: choice for name in kernels if options.sure < 1 and start and (choice := _choice_of(start, name))}
         asking = (known, 60 * options.minutes, options.most, told, spec, options.sure)
         jobs = [(kernels, number, options.seed, *asking) for number in range(options.workers)]
+        if options.answers is not None:
+            # Now: what was told in minutes would be lost.
+            options.answers.parent.mkdir(parents=True, exist_ok=True)
         with multiprocessing.get_context("spawn").Pool(options.workers) as processes:
             rows = pd.concat(processes.starmap(answers, jobs, chunksize=1)).drop_duplicates(["kernel", *_SHAPE])
         if options.answers is not None:

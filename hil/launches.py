@@ -37,7 +37,16 @@ from hil.command import Parser
 from hil.files import write_atomic
 from hil.fingerprint import fingerprint, has_gpu
 from hil.kernels.base import Runner, Shape
-from hil.shapes import batched_shapes, gemm_shapes, grouped_shapes, interaction_shapes, odd_shapes, tall_shapes, wide_shapes
+from hil.shapes import (
+    batched_shapes,
+    gemm_shapes,
+    grouped_shapes,
+    interaction_shapes,
+    odd_shapes,
+    tall_shapes,
+    tower_shapes,
+    wide_shapes,
+)
 from hil.timing import BufferPool
 from perfmodel.gemm_plan import STEP, parts_of, plan_of
 from perfmodel.kernels import KERNELS
@@ -57,10 +66,10 @@ _BLOCK = 128
 
 
 def drawn(count: int, seed: int, kernels: Collection[str] = TORCH, *, odd: bool = False) -> list[Shape]:
-    """About `count` distinct shapes: 56% as `gemm_shapes`, 8% N and K multiples of 128, the rest tall, wide and batched.
+    """Distinct shapes, up to a quarter more than `count`: of that 56% as `gemm_shapes`, 8% of whole blocks, 15% tall or wide.
 
-    Without the kinds that none of the kernels takes. Of experts' and towers' shapes, few large products, there are as many as of
-    batched ones where a grouped kernel is asked for, and a quarter as many where only a batched one takes them.
+    And batched ones: 16% as interactions, 5% of any small sizes, 20% in few groups of any sizes, 5% that a grouped kernel takes,
+    21% where one is asked for. Kinds that none of the kernels takes are left out.
 
     Args:
         count: Of those drawn, from which come those that a kernel takes.
@@ -74,11 +83,13 @@ def drawn(count: int, seed: int, kernels: Collection[str] = TORCH, *, odd: bool 
     share: tuple[tuple[Callable[[int, int], list[Shape]], float], ...] = (
         (gemm_shapes, 0.56), (tall_shapes, 0.07), (wide_shapes, 0.08), (interaction_shapes, 0.16), (batched_shapes, 0.05),
         (partial(_block_shapes, rows=rows), 0.08), (grouped_shapes, 0.21 if any("grouped" in name for name in kernels) else 0.05),
+        (tower_shapes, 0.2),
     )  # fmt: skip
     kinds = {"grouped" if "grouped" in name else KERNELS[name].kind for name in kernels}
     if "batched_gemm" in kinds:
         kinds.add("grouped")
-    of: dict[Any, str] = {interaction_shapes: "batched_gemm", batched_shapes: "batched_gemm", grouped_shapes: "grouped"}
+    of: dict[Any, str] = dict.fromkeys((interaction_shapes, batched_shapes, tower_shapes), "batched_gemm")
+    of[grouped_shapes] = "grouped"
     draws = [
         (draw, round(part * count), number) for number, (draw, part) in enumerate(share, seed) if of.get(draw, "gemm") in kinds
     ]

@@ -169,6 +169,31 @@ def grouped_shapes(count: int, seed: int) -> list[Shape]:
     return list(shapes)
 
 
+def tower_shapes(count: int, seed: int) -> list[Shape]:
+    """`count` distinct batched GEMMs of a few towers or features each: as `grouped_shapes`, of any sizes, few of which FP8 takes.
+
+    2 to 512 groups; rows 16 to 65,536 as M or (four in ten) 256 to 262,144 as K of every group; N and K 1 to 2,048.
+    """
+    rng = np.random.default_rng(seed)
+
+    def size(smallest: int, largest: int) -> int:
+        value = float(np.exp(rng.uniform(np.log(smallest), np.log(largest))))
+        step = int(2 ** rng.integers(0, 6))
+        return step * max(1, round(value / step))
+
+    shapes: dict[Shape, None] = {}
+    while len(shapes) < count:
+        groups, as_k = int(round(np.exp(rng.uniform(np.log(2), np.log(512))))), rng.random() < 0.4
+        smallest, largest = (256, 262144) if as_k else (16, 65536)
+        rows = _rows(rng, smallest, largest) if rng.random() < 0.5 else size(smallest, largest)
+        first, second = (_feature(rng, 2048, 1.0) if rng.random() < 0.4 else size(1, 2048) for _ in range(2))
+        shape = Shape(first, second, rows, groups) if as_k else Shape(rows, first, second, groups)
+        work = 2.0 * groups * shape.m * shape.n * shape.k
+        if groups * max(shape.m * shape.k, shape.n * shape.k, shape.m * shape.n) <= _MAX_OPERAND and work <= _MAX_FLOPS:
+            shapes[shape] = None
+    return list(shapes)
+
+
 def mixed_shapes(count: int, seed: int) -> list[Shape]:
     """`gemm_shapes` with a tenth as many `batched_shapes` spread among them."""
     shapes = gemm_shapes(count, seed)
@@ -241,6 +266,7 @@ SWEEPS = {
     ("gemm", "odd"): (odd_shapes, 700),
     ("gemm", "interaction"): (interaction_shapes, 1600),
     ("gemm", "grouped"): (grouped_shapes, 500),
+    ("gemm", "tower"): (tower_shapes, 1600),
     ("memory", "lrm"): (memory_shapes, 320),
     ("memory", "wide"): (wide_memory_shapes, 100),
     ("memory", "narrow"): (narrow_memory_shapes, 120),

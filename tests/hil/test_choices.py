@@ -2,11 +2,13 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 
+import hil.fingerprint
 import hil.kernels
 from hil import choices
 from hil.kernels.base import Shape
@@ -245,6 +247,30 @@ def test_answers_of_earlier_runs_are_learned_from_and_not_asked_again(library, t
     printed = capsys.readouterr().err
     for why in ("none.parquet is not there", "--sure 2 is no share", "--sure is of what the networks of --start know"):
         assert why in printed
+
+
+def test_answers_go_into_a_folder_that_is_not_there_yet(library, tmp_path, monkeypatch):
+    """They are kept, after minutes of asking; the processes are this one."""
+
+    class Pool:
+        def __init__(self, processes):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def starmap(self, call, jobs, chunksize):
+            return [call(*job) for job in jobs]
+
+    monkeypatch.setattr(choices.multiprocessing, "get_context", lambda method: SimpleNamespace(Pool=Pool))
+    monkeypatch.setattr(hil.fingerprint, "has_gpu", lambda: True)
+    path = tmp_path / "of" / "today" / "answers.parquet"
+    arguments = ["--out", str(tmp_path), "--answers", str(path), "--epochs", "0", "--kernels", KERNEL, "--workers", "2"]
+    assert choices.main([*arguments, "--most", "300"]) == 0
+    assert 500 < len(pd.read_parquet(path)) <= 600
 
 
 def test_networks_learn_by_the_specification_given_and_side_by_side_as_one_by_one(library, tmp_path, monkeypatch):

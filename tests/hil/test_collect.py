@@ -15,7 +15,7 @@ from hil import measure as measuring
 from hil.collect import COLUMNS, SWEEPS, Timings, legal_runners, main, matching, read_shapes
 from hil.kernels import availability as kernels_room
 from hil.kernels.base import Shape
-from hil.shapes import grouped_shapes
+from hil.shapes import grouped_shapes, tower_shapes
 from hil.timing import Timing, eager_call_us
 from perfmodel.kernels import KERNELS
 
@@ -442,6 +442,23 @@ def test_grouped_shapes_are_legal_for_the_grouped_kernels():
         assert not any(KERNELS[name].illegal(s.m, s.n, s.k) for s in shapes)
     assert {s.groups for s in shapes} >= {2, 26, 512}
     assert all(s.groups * max(s.m * s.k, s.n * s.k, s.m * s.n) <= 2**29 for s in shapes)
+
+
+def test_towers_have_few_groups_of_any_sizes():
+    """What no other sweep has: long sums, many rows and sizes that 8 does not divide, in few groups."""
+    shapes = tower_shapes(2000, 5)
+    assert len(set(shapes)) == 2000 and tower_shapes(2000, 5) == shapes != tower_shapes(2000, 6)
+    assert min(s.groups for s in shapes) == 2 and 500 < max(s.groups for s in shapes) <= 512
+    assert all(s.groups * max(s.m * s.k, s.n * s.k, s.m * s.n) <= 2**29 for s in shapes)
+    for size in ("m", "n", "k"):
+        of = [getattr(s, size) for s in shapes]
+        for divisor in (1, 2, 4, 8):
+            assert sum(x % divisor == 0 and x % (2 * divisor) != 0 for x in of) > 0.04 * len(of)
+        assert min(of) <= 4
+    odd = [s for s in shapes if s.n % 8 or s.k % 8]
+    assert len(odd) > 0.7 * len(shapes)
+    for size in ("m", "k"):
+        assert sum(getattr(s, size) > 4096 for s in odd) > 0.1 * len(odd)
 
 
 def _measures(index, lock, tasks, results):

@@ -39,7 +39,8 @@ def test_drawn_shapes_are_distinct_and_of_every_kind():
     shapes = launches.drawn(3000, 5)
     assert len(set(shapes)) == len(shapes) > 2900
     assert launches.drawn(3000, 5) == shapes != launches.drawn(3000, 6)
-    assert 0.15 < sum(s.groups > 1 for s in shapes) / len(shapes) < 0.25
+    assert 0.3 < sum(s.groups > 1 for s in shapes) / len(shapes) < 0.4
+    assert sum(1 < s.groups <= 512 and (s.n % 8 > 0 or s.k % 8 > 0) for s in shapes) > 0.1 * len(shapes)
     assert max(s.m for s in shapes) > 524288 and max(s.n for s in shapes) > 8192
     assert sum(s.groups == 1 and s.n % 128 == 0 and s.k % 128 == 0 for s in shapes) > 0.08 * len(shapes)
 

@@ -139,7 +139,7 @@ def test_a_short_one_corrects_a_related_gpu(short):
     gemms = document["held_out"]["torch/bf16"]
     assert gemms["n"] > 50 and gemms["mape"] < 0.05
     said = " ".join(document["left_out"])
-    assert "gemm: 120 of 5,632 shapes" in said and "memory: 30 of 320 shapes" in said
+    assert "gemm: 120 of 5,872 shapes" in said and "memory: 30 of 320 shapes" in said
     assert "of torch's kernels have fewer than 30 rows" in said
     assert "collectives" not in said
     assert json.loads((folder / "manifest.json").read_text())["hardware"] == "h100-80gb-hbm3"
