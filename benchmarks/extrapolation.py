@@ -20,7 +20,7 @@ from perfmodel.hardware import HardwareSpec
 from perfmodel.held_out import COVERAGE, accuracy
 from perfmodel.learn import learn_first, measured_range, predict_doubting, train
 from perfmodel.parallel import each
-from perfmodel.prediction import bounds_of, gap_octaves, octaves_beyond, wider_beyond
+from perfmodel.prediction import bounds_of, gap_octaves, octaves_beyond, wider
 
 Array = npt.NDArray[np.float64]
 
@@ -152,8 +152,8 @@ def _learned_without(
     learned, measured = train(name, known, hardware, first.get(name)), measured_range(known)
     predicted, doubt = predict_doubting(learned, name, rows[inside], hardware, measured)
     calls, quick = columns_of(rows[inside]), [] if launches is None else [columns_of(launches)]
-    without = {"range": measured, "cells": Cells.of(columns_of(known), *quick).save()}
-    octaves, power = octaves_beyond(calls, measured), wider_beyond(name, calls, without)
+    without = {**entry, "range": measured, "cells": Cells.of(columns_of(known), *quick).save()}
+    octaves, power = octaves_beyond(calls, measured), wider(name, calls, without)
     low, high = bounds_of(predicted, entry, doubt, power).T
     return pd.DataFrame({
         "kernel": name, "measured": rows["p50_us"].to_numpy()[inside], "predicted": predicted, "low": low, "high": high,

@@ -7,8 +7,9 @@
 accuracy: cross-validation by whole shapes over the fitted sweeps of an H200. repeat: how far two runs' timings of one kernel
 on one shape are apart, and half of that, which is what the best guess between them is off. coverage: whole runs left out, the
 intervals from the errors of other left-out runs alone. learning: what more rows bring. sweeps: a line each of the sweeps that no
-fit saw, the zoo's models, `blind` to `blind12`, `blind_memory` to `blind_memory6`, by the shipped trees, the intervals of each as
-they would be without it; unseen: kernel by kernel of each; fresh: one table of these from `blind3` and `blind_memory` on.
+fit saw, the zoo's models, `blind` to `blind13`, `blind_memory` to `blind_memory6`, and few products of any sizes (`blind_long`,
+`blind_towers`), by the shipped trees, the intervals of each as they would be without it; unseen: kernel by kernel of each; fresh:
+one table of these from `blind3` and `blind_memory` on.
 extrapolation: fitted without the largest octave of M, N, K and FLOPs, and without one K, and judged there. beyond: likewise
 without the two largest octaves of M, N or K, and how wide intervals must be there; between: without products in groups of long K,
 a hole among smaller and larger sizes. peers: each fitted on the same folds; nvMatmulHeuristics where it is installed (pip install
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -35,8 +37,9 @@ import perfmodel
 from loka_sim.dispatch.baselines import filter_rowwise, filter_tensorwise
 from perfmodel import data_folder, fit
 from perfmodel.calls import columns_of
+from perfmodel.cells import EACH, FEW, WELL_KNOWN
 from perfmodel.choice import DOUBT
-from perfmodel.fresh import family_of, of_model
+from perfmodel.fresh import Fresh, family_of, of_model
 from perfmodel.held_out import (
     COVERAGE,
     FOLDS,
@@ -52,7 +55,7 @@ from perfmodel.judge import SHAPE
 from perfmodel.kernels import GEMM_KERNELS, KERNELS
 from perfmodel.learn import Learned, learn_first
 from perfmodel.measured import read_choices
-from perfmodel.prediction import SIZE_CLASSES_US
+from perfmodel.prediction import SIZE_CLASSES_US, few_neighbours
 
 Array = npt.NDArray[np.float64]
 
@@ -61,6 +64,7 @@ DRAWN = "Fresh shapes or operands"
 TITLES = {
     "zoo": "Whole models", "blind": "Fresh shapes, of many processes", "blind2": "Fresh shapes, of many processes",
     "blind4": "Fresh shapes of `collect --gpu`",
+    "blind_long": "Few products of long K", "blind_towers": "Few products of any sizes",
 }  # fmt: skip
 # Kernels of which `sweeps` tells one by one, torch's.
 SHOWN = {
@@ -84,6 +88,8 @@ HARDWARE = "h200"
 # Fresh sweeps but for an H200's first two of GEMMs, which many workers timed. In some torch.compile's own clock chose among its
 # candidates.
 MANY_WORKERS = {"h200": ("blind", "blind2")}
+# Those of few products of any sizes, mostly ones that 8 does not divide, of which few were fitted.
+FEW_PRODUCTS = ("blind_long", "blind_towers")
 OWN_CLOCK = {"h200": ("blind_memory", "blind_memory3"), "h100": ("blind_memory", "blind_memory2")}
 
 
@@ -255,6 +261,7 @@ def unseen(data: Data) -> None:
                     print(line(whose, accuracy(rows["p50_us"].to_numpy()[some], predicted[some], bounds[some]), None))
     fresh(data, classes=True)
     in_doubt(data.unseen[data.unseen["sweep"].str.fullmatch(r"blind\d*")], perfmodel.load(HARDWARE))
+    by_neighbours(data)
 
 
 def fresh(data: Data, classes: bool = False) -> None:
@@ -262,9 +269,12 @@ def fresh(data: Data, classes: bool = False) -> None:
     gpu, sweep = data.hardware.name, data.unseen["sweep"]
     rows = data.unseen[data.unseen["settled"] & (sweep != "zoo") & ~sweep.isin(MANY_WORKERS.get(gpu, ()))].reset_index(drop=True)
     predicted, bounds = rows["predicted"].to_numpy(), rows[["low", "high"]].to_numpy()
-    by_its_clock = rows["sweep"].isin(OWN_CLOCK.get(gpu, ())).to_numpy()
-    names = np.array([family(*of) for of in zip(rows["kernel"], by_its_clock, strict=True)], dtype=object)
-    families = {name: names == name for name in dict.fromkeys(family(name, own) for name in KERNELS for own in (False, True))}
+    kinds = {**dict.fromkeys(OWN_CLOCK.get(gpu, ()), "own clock"), **dict.fromkeys(FEW_PRODUCTS, "few")}
+    of = rows["sweep"].map(kinds).fillna("").to_numpy()
+    names = np.array([family(*pair) for pair in zip(rows["kernel"], of, strict=True)], dtype=object)
+    families = {
+        name: names == name for name in dict.fromkeys(family(name, kind) for name in KERNELS for kind in ("", "own clock", "few"))
+    }
     families = {name: mine for name, mine in families.items() if mine.any()}
     print(f"\n{HEAD}")
     for name, mine in families.items():
@@ -281,7 +291,7 @@ def sweeps(data: Data) -> None:
     shown = [(name, f"torch/{kernel}") for name, kernel in SHOWN.items()]
     print(
         f"\n{'MAPE / p90, %':12s} {'times of':>12s}"
-        + "".join(f"{name:>11s}" for name in ("all", *SHOWN))
+        + "".join(f"{name:>12s}" for name in ("all", *SHOWN))
         + f"{'regret':>8s}{'inside':>8s}"
     )
     for sweep in fit.NEVER_SEEN:
@@ -308,7 +318,7 @@ def sweeps(data: Data) -> None:
 def _short(rows: pd.DataFrame) -> str:
     """MAPE and 90th percentile of fresh rows' errors in percent."""
     error = 100 * np.abs(rows["predicted"] / rows["p50_us"] - 1)
-    return f"{f'{error.mean():.1f} / {error.quantile(0.9):.1f}' if len(rows) else '-':>11s}"
+    return f"{f'{error.mean():.1f} / {error.quantile(0.9):.1f}' if len(rows) else '-':>12s}"
 
 
 def _covered(rows: pd.DataFrame) -> float:
@@ -316,13 +326,20 @@ def _covered(rows: pd.DataFrame) -> float:
     return float(((rows["p50_us"] >= rows["low"]) & (rows["p50_us"] <= rows["high"])).mean())
 
 
-def family(kernel: str, by_its_clock: bool = False) -> str:
+def family(kernel: str, of: str = "") -> str:
     """What a kernel is judged with (`perfmodel.fresh.family_of`).
 
-    Those of torch.compile that its own clock chose among its candidates, in sweeps of before, are a family of their own.
+    Those of torch.compile that its own clock chose among its candidates, in sweeps of before, are a family of their own; so are
+    few products of any sizes.
+
+    Args:
+        kernel: Which.
+        of: "own clock" or "few" for a row of such a sweep.
     """
-    own = by_its_clock and kernel.startswith("torch/") and "gemm" not in KERNELS[kernel].kind
-    return f"{family_of(kernel)} (own clock)" if own else family_of(kernel)
+    gemm = "gemm" in KERNELS[kernel].kind
+    if (of == "own clock" and kernel.startswith("torch/") and not gemm) or (of == "few" and gemm):
+        return f"{family_of(kernel)} ({of})"
+    return family_of(kernel)
 
 
 def choices(rows: pd.DataFrame, predicted: Array) -> None:
@@ -360,6 +377,45 @@ def in_doubt(rows: pd.DataFrame, model: perfmodel.PerfModel) -> None:
                 f"{f'{low:.0%} to {high:.0%}':16s} {found['n']:6.0f} {found['mape']:6.1%} {found['p90']:6.1%} "
                 f"{found['coverage']:8.1%} {even['coverage']:21.1%}"
             )
+
+
+def by_neighbours(data: Data) -> None:
+    """Share of fresh timings inside by how many careful ones lie around, and if that had no say in how wide intervals are."""
+    model = perfmodel.load(data.hardware.name)
+    entries = model.manifest["kernels"]
+    rows = data.unseen[data.unseen["sweep"] != "zoo"].reset_index(drop=True)
+    kind = np.array([KERNELS[name].kind for name in rows["kernel"]], dtype=object)
+    found: dict[bool, tuple[Array, Fresh]] = {}
+    few = np.zeros(len(rows), dtype=np.int64)
+    for told in (True, False):
+        if not told:
+            # As wide for all.
+            plain = {
+                name: {of: value for of, value in entry.items() if of != "wider_where_few"} for name, entry in entries.items()
+            }
+            model = replace(model, manifest={**model.manifest, "kernels": plain})
+        predicted, ends, asked = of_model(model, rows)
+        found[told] = asked.raised(predicted, ends), asked
+    for name, index in rows.groupby("kernel").indices.items():
+        few[index] = few_neighbours(columns_of(rows.iloc[index]), entries[str(name)])
+    measured, heard = rows["p50_us"].to_numpy(), found[True][1].heard
+    print(
+        "\nFresh timings by how many careful ones lie around; alike: if that had no say in intervals; +: their upper end, median"
+    )
+    head = "".join(f"{name:>9s}" for name in ("n", "MAPE", "covered", "alike", "+", "+ alike"))
+    print(f"{'kernels':14s}{'N and K':>12s}{'around':>10s}{head}")
+    edges = (0, *FEW, None)
+    for of in dict.fromkeys(KERNELS[name].kind for name in KERNELS):
+        for number in range(WELL_KNOWN + 1):
+            mine = heard & (kind == of) & (few == number)
+            if mine.any():
+                aligned, least = divmod(number, EACH)
+                around = f"{edges[least]} to {edges[least + 1] - 1}" if edges[least + 1] else f"from {edges[least]}"
+                each = [accuracy(measured[mine], predicted[mine], ends[mine]) for ends, _ in found.values()]
+                above = [np.median(ends[mine, 1] / predicted[mine]) - 1 for ends, _ in found.values()]
+                shares = "".join(f"{value:9.1%}" for value in (each[0]["mape"], *(one["coverage"] for one in each), *above))
+                names = ("some odd", "8 divides")[aligned] if "gemm" in of else ""
+                print(f"{of:14s}{names:>12s}{around:>10s}{each[0]['n']:9.0f}{shares}")
 
 
 def peers(data: Data) -> None:

@@ -1,7 +1,9 @@
 """Where among sizes something was measured, by cells of half an octave: holes inside the largest sizes are found so.
 
 Each of a call's sizes may have been measured while nothing like the call was: of 54 batched products of K from 16,384 on, inside
-every range of an H200's model that knew nothing like them, its times were 18% off in the median (docs/time_model.md).
+every range of an H200's model that knew nothing like them, its times were 18% off in the median (docs/time_model.md). Nor is a
+call known where others of its sizes are that 8 divides: to those a library gives other kernels. And where few calls were
+measured carefully, times are further off than where many were: cells know of how many.
 """
 
 from __future__ import annotations
@@ -27,15 +29,37 @@ _UPPER_HALF = np.sqrt(0.5) * (1 - 1e-12)
 NEAR = 1
 # Cells beyond which a gap counts as no wider.
 FURTHEST = NEAR + 2 * PER_OCTAVE
+# Cells around a call's own in each size, up to an octave to 1.5 away, whose careful timings are its neighbours; how many of those
+# put it into the next class.
+AROUND, FEW = 2, (3, 11, 51)
+# As many classes has each alignment, those of aligned calls the later ones: in the last many neighbours.
+EACH = len(FEW) + 1
+WELL_KNOWN = 2 * EACH - 1
+# By this is told whether N and K are aligned: 16 bytes of bf16.
+ALIGNED = 8
 # A call whose sizes have up to this product, and which sums up to so many, is a launch, which is known. Longer sums are not: one
 # multiprocessor may have to do all of one (1 ms at a K of 87,488 and 4 products of 8 x 13).
 LAUNCH_ONLY, LAUNCH_ONLY_K = 2**18, 2**10
 
 
 def _cell(sizes: Sizes) -> npt.NDArray[np.int64]:
-    """Number of each size's cell, (4, calls): twice the logarithm to the base of two, rounded down."""
-    half, octave = np.frexp(np.asarray(sizes, dtype=np.float64))
-    return PER_OCTAVE * (octave.astype(np.int64) - 1) + (half >= _UPPER_HALF)
+    """Number of each call's cell, (5, calls): twice the logarithm of each size to the base of two, rounded down; if aligned."""
+    sizes = tuple(np.asarray(size, dtype=np.float64) for size in sizes)  # type: ignore[assignment]
+    half, octave = np.frexp(np.stack(sizes))
+    _, n, k, _ = sizes
+    aligned = (n % ALIGNED == 0) & (k % ALIGNED == 0)
+    return np.vstack([PER_OCTAVE * (octave.astype(np.int64) - 1) + (half >= _UPPER_HALF), aligned])
+
+
+def _around(number: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The sum over all cells up to `AROUND` away in each size, of as many cells."""
+    for axis in range(number.ndim - 1):
+        total = np.cumsum(np.moveaxis(number, axis, 0), axis=0)
+        last = np.minimum(np.arange(len(total)) + AROUND, len(total) - 1)
+        result = total[last]
+        result[AROUND + 1 :] -= total[: -AROUND - 1]
+        number = np.moveaxis(result, 0, axis)
+    return number
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,40 +67,51 @@ class Cells:
     """The cells that hold a measured call.
 
     Attributes:
-        measured: By cell of m, n, k and groups, from 1 up to the largest measured one, (cells of m, of n, of k, of groups).
+        measured: By cell of m, n, k and groups, from 1 up to the largest measured one, and by whether 8 divides N and K,
+            (cells of m, of n, of k, of groups, 1 or 2).
+        neighbours: Likewise the class, by `FEW`, of how many calls were timed carefully around it.
     """
 
     measured: npt.NDArray[np.bool_]
+    neighbours: npt.NDArray[np.uint8]
 
     @classmethod
-    def of(cls, *calls: Sizes) -> Cells:
-        """Those of measured calls: m, n, k, groups, one or several times."""
-        cells = np.concatenate([_cell(sizes) for sizes in calls], axis=1)
-        measured = np.zeros(cells.max(axis=1) + 1, dtype=np.bool_)
-        measured[tuple(cells)] = True
-        return cls(measured)
+    def of(cls, careful: Sizes, *launched: Sizes) -> Cells:
+        """Those of measured calls: m, n, k, groups of careful timings, and of quick launches, which are no neighbours."""
+        cells = [_cell(sizes) for sizes in (np.unique(np.asarray(careful), axis=1), *launched)]  # type: ignore[arg-type]
+        shape = np.concatenate(cells, axis=1).max(axis=1) + 1
+        measured, number = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.int64)
+        for some in cells:
+            measured[tuple(some)] = True
+        np.add.at(number, tuple(cells[0]), 1)
+        return cls(measured, np.searchsorted(FEW, _around(number), side="right").astype(np.uint8))
 
     def __or__(self, other: Cells) -> Cells:
-        """Measured here or there."""
-        measured = np.zeros(np.maximum(self.measured.shape, other.measured.shape), dtype=np.bool_)
-        for part in (self.measured, other.measured):
-            measured[tuple(slice(size) for size in part.shape)] |= part
-        return Cells(measured)
+        """Measured here or there; neighbours where there are more."""
+        shape = np.maximum(self.measured.shape, other.measured.shape)
+        measured, neighbours = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.uint8)
+        for part in (self, other):
+            place = tuple(slice(size) for size in part.measured.shape)
+            measured[place] |= part.measured
+            np.maximum(neighbours[place], part.neighbours, out=neighbours[place])
+        return Cells(measured, neighbours)
 
     def save(self) -> dict[str, Any]:
         """As JSON has it."""
-        bits = base64.b64encode(zlib.compress(np.packbits(self.measured).tobytes(), 9)).decode()
-        return {"shape": list(self.measured.shape), "bits": bits}
+        stored = {"bits": np.packbits(self.measured), "neighbours": self.neighbours}
+        packed = {name: base64.b64encode(zlib.compress(array.tobytes(), 9)).decode() for name, array in stored.items()}
+        return {"shape": list(self.measured.shape), **packed}
 
     @classmethod
     def load(cls, saved: Mapping[str, Any]) -> Cells:
-        """What `save` made; the same object where it was asked for before."""
-        return _load(tuple(saved["shape"]), saved["bits"])
+        """What `save` made, or did before it told alignment and neighbours; the same object where it was asked for before."""
+        return _load(tuple(saved["shape"]), saved["bits"], saved.get("neighbours"))
 
     @cached_property
     def _away(self) -> npt.NDArray[np.uint8]:
         """How many cells each cell is from a known one, in the size in which it is furthest; at most `FURTHEST`."""
-        edges = np.meshgrid(*((np.arange(size) + 1) / PER_OCTAVE for size in self.measured.shape), indexing="ij", sparse=True)
+        *sizes, _ = self.measured.shape
+        edges = np.meshgrid(*((np.arange(size) + 1) / PER_OCTAVE for size in sizes), [0.0], indexing="ij", sparse=True)
         launch = sum(edges) <= np.log2(LAUNCH_ONLY)
         # What is bound by memory has a single column and group, and shares long rows out.
         products = self.measured.shape[1] * self.measured.shape[3] > 1
@@ -84,7 +119,7 @@ class Cells:
         away = np.where(reached, 0, FURTHEST).astype(np.uint8)
         for step in range(1, FURTHEST):
             grown = reached.copy()
-            for axis in range(grown.ndim):
+            for axis in range(len(sizes)):
                 along, before = np.moveaxis(grown, axis, 0), np.moveaxis(grown.copy(), axis, 0)
                 along[1:] |= before[:-1]
                 along[:-1] |= before[1:]
@@ -97,12 +132,26 @@ class Cells:
 
         Sizes beyond the largest measured one count as that: how far beyond they are is for `prediction.octaves_beyond`.
         """
-        last = np.array(self.measured.shape)[:, None] - 1
-        away = self._away[tuple(np.minimum(_cell(sizes), last))]
+        away = self._away[self._place(sizes)]
         return np.maximum(away.astype(np.float64) - NEAR, 0.0) / PER_OCTAVE
+
+    def few(self, sizes: Sizes) -> npt.NDArray[np.int64]:
+        """How well known what is around each call is, (calls,): its class of neighbours, and `EACH` more where it is aligned."""
+        place = self._place(sizes)
+        return np.asarray(self.neighbours[place] + EACH * place[-1])
+
+    def _place(self, sizes: Sizes) -> tuple[npt.NDArray[np.int64], ...]:
+        """Each call's cell, or the last one of a size that is larger than all that were measured."""
+        return tuple(np.minimum(_cell(sizes), np.array(self.measured.shape)[:, None] - 1))
 
 
 @lru_cache(maxsize=256)
-def _load(shape: tuple[int, ...], bits: str) -> Cells:
-    packed = np.frombuffer(zlib.decompress(base64.b64decode(bits)), dtype=np.uint8)
-    return Cells(np.unpackbits(packed, count=int(np.prod(shape))).astype(np.bool_).reshape(shape))
+def _load(shape: tuple[int, ...], bits: str, neighbours: str | None) -> Cells:
+    def unpacked(text: str) -> npt.NDArray[np.uint8]:
+        return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype=np.uint8)
+
+    measured = np.unpackbits(unpacked(bits), count=int(np.prod(shape))).astype(np.bool_).reshape(shape)
+    if neighbours is None:
+        measured = np.repeat(measured[..., None], 2, axis=-1)
+        return Cells(measured, np.full(measured.shape, len(FEW), dtype=np.uint8))
+    return Cells(measured, unpacked(neighbours).reshape(shape))

@@ -11,7 +11,7 @@ import pandas as pd
 
 from perfmodel.calls import columns_of
 from perfmodel.model import PerfModel
-from perfmodel.prediction import LAUNCH_FLOOR_US, baseline_us, gap_octaves, no_less, wider_beyond
+from perfmodel.prediction import LAUNCH_FLOOR_US, baseline_us, few_neighbours, gap_octaves, no_less, wider_beyond
 from perfmodel.roofline import limits_us
 
 
@@ -37,6 +37,7 @@ class Explanation:
         wider: The power of the interval's factors for the doubt about which of its kernels the library chooses; 1 without.
         wider_beyond: Likewise for how far it is from what was measured, beyond the largest sizes or between others; 1 where it
             is not.
+        wider_where_few: Likewise for how few calls were timed carefully around it, if that is more; 1 where many were.
         gap_octaves: By how many octaves it lies in a hole between calls that were measured (`perfmodel.cells`); 0 outside one.
     """
 
@@ -55,6 +56,7 @@ class Explanation:
     clipped: bool
     wider: float
     wider_beyond: float
+    wider_where_few: float
     gap_octaves: float
 
     @property
@@ -87,6 +89,8 @@ class Explanation:
             lines.append("  less than the roofline or than its shortest measured call, which it takes instead")
         if self.wider > 1.0:
             lines.append(f"  which of its kernels the library takes is in doubt: an interval {self.wider:.1f} times as wide")
+        if self.wider_where_few > max(1.0, self.wider_beyond):
+            lines.append(f"  calls like it are less well known: an interval {self.wider_where_few:.1f} times as wide")
         if self.correction != 1.0:
             lines.append(f"  measurements on this machine: {self.correction:.2f} x")
         if self.outside or self.gap_octaves:
@@ -136,5 +140,7 @@ def explain(model: PerfModel, row: Mapping[str, Any] | pd.Series) -> Explanation
         {seen.names[index]: float(np.exp(added[index])) for index in order},
         1.0 if abs(ratio - 1) < 1e-4 else float(ratio), outside, bool(possible[0] > learned[0]),
         float(wider[seen.doubt[0]]) if (wider := entry.get("wider_in_doubt")) else 1.0,
-        float(wider_beyond(kernel, sizes, entry)[0]), float(gap_octaves(sizes, entry)[0]),
+        float(wider_beyond(kernel, sizes, entry)[0]),
+        float(few[few_neighbours(sizes, entry)[0]]) if (few := entry.get("wider_where_few")) else 1.0,
+        float(gap_octaves(sizes, entry)[0]),
     )  # fmt: skip

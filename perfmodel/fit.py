@@ -35,7 +35,7 @@ from perfmodel import hardware as hardware_module
 from perfmodel.calls import columns_of
 from perfmodel.cells import Cells
 from perfmodel.data_folder import data_folder
-from perfmodel.fresh import Fresh, raise_bounds, raise_factors
+from perfmodel.fresh import Fresh, raise_bounds, raise_factors, shown
 from perfmodel.hardware import HardwareSpec
 from perfmodel.held_out import (
     FOLDS,
@@ -44,6 +44,7 @@ from perfmodel.held_out import (
     coverage_by_class,
     folds_of,
     held_out,
+    known_around,
     leave_out_runs,
     repeat_difference,
 )
@@ -53,7 +54,7 @@ from perfmodel.learn import Learned, learn_first, measured_range, predict, predi
 from perfmodel.measured import LEAST_US, read_choices, read_launches, read_timings
 from perfmodel.model import PerfModel, choice_file, model_file, network_file
 from perfmodel.parallel import each
-from perfmodel.prediction import bounds_of, wider_beyond
+from perfmodel.prediction import bounds_of, wider
 from perfmodel.saved import SCHEMA_VERSION, load, read_spec
 from perfmodel.slim import slim
 from perfmodel.transfer import Start, begin, starts
@@ -77,6 +78,9 @@ NEVER_SEEN = {
     "blind10": "held_out_blind10",
     "blind11": "held_out_blind11",
     "blind12": "held_out_blind12",
+    "blind13": "held_out_blind13",
+    "blind_long": "held_out_blind_long",
+    "blind_towers": "held_out_blind_towers",
     "blind_memory": "held_out_blind_memory",
     "blind_memory2": "held_out_blind_memory2",
     "blind_memory3": "held_out_blind_memory3",
@@ -105,8 +109,7 @@ def predict_unseen(
     for kernel, index in rows.groupby("kernel").indices.items():
         entry, name = entries[str(kernel)], str(kernel)
         predicted[index], doubt = predict_doubting(learned[name], name, rows.iloc[index], hardware, entry["range"])
-        wider = wider_beyond(name, columns_of(rows.iloc[index]), entry)
-        bounds[index] = bounds_of(predicted[index], entry, doubt, wider)
+        bounds[index] = bounds_of(predicted[index], entry, doubt, wider(name, columns_of(rows.iloc[index]), entry))
     return predicted, bounds
 
 
@@ -195,7 +198,10 @@ def fit(
             raise ValueError(f'{spec_path} says like {hardware.like!r}; to start from {start}, say "like": "{start}" in it')
         first |= starts(begun, _timings_of(start), hardware, timings["kernel"].unique(), launches, choices)
     predicted = held_out(timings, hardware, first)
-    fresh = leave_out_runs(timings, hardware, first, predicted)
+    indices = {str(kernel): index for kernel, index in timings.groupby("kernel").indices.items()}
+    elsewhere = begun.manifest["kernels"] if begun else {}
+    cells = {name: _cells(name, timings.iloc[index], launches, elsewhere.get(name)) for name, index in indices.items()}
+    fresh, few = known_around(leave_out_runs(timings, hardware, first, predicted), timings, predicted, cells)
     measured, bounds = timings["p50_us"].to_numpy(), fresh.bounds(timings)
     command = f"python -m perfmodel.fit --hardware {hardware_name}"
     target = folder or data_folder() / hardware.name / "models"
@@ -207,30 +213,31 @@ def fit(
     kernels: dict[str, Any] = {}
     files: dict[str, bytes | None] = {}
     learned: dict[str, Learned] = {}
-    indices = {str(kernel): index for kernel, index in timings.groupby("kernel").indices.items()}
     jobs = [(kernel, timings.iloc[index], hardware, first.get(kernel)) for kernel, index in indices.items()]
     for (kernel, rows, *_), (mine, trees) in zip(jobs, each(_stored, jobs), strict=True):
         index, learned[kernel] = indices[kernel], mine
-        elsewhere = begun.manifest["kernels"].get(kernel) if begun else None
         files[model_file(kernel)] = trees
         for part, name in ((mine.network, network_file(kernel)), (mine.choice, choice_file(kernel))):
             files[name] = None if part is None else gzip.compress(part.save(), 9, mtime=0)
         kernels[kernel] = {
             "interval_factors": fresh.factors(timings, kernel, index),
             **({} if mine.choice is None else {"wider_in_doubt": list(fresh.wider_in_doubt)}),
+            **({"wider_where_few": list(few[kind])} if (kind := KERNELS[kernel].kind) in few else {}),
             "network": mine.network is not None,
             "choice": mine.choice is not None,
             "planned": True,
             "least_us": mine.least_us,
             **({"regret": beside["geomean"]} if (beside := regret_beside_bf16(timings, predicted, kernel)) else {}),
-            "range": _range(rows, elsewhere),
-            "cells": _cells(kernel, rows, launches, elsewhere).save(),
+            "range": _range(rows, elsewhere.get(kernel)),
+            "cells": cells[kernel].save(),
         }
     unseen = settled[settled["sweep"].isin(list(NEVER_SEEN)) & settled["kernel"].isin(list(learned))].reset_index(drop=True)
     times, ends = predict_unseen(unseen, learned, kernels, hardware)
     asked = Fresh.of(unseen, times, ends)
     ends, powers = asked.raised(times, ends), asked.powers()
     kernels, bounds = raise_factors(kernels, powers), raise_bounds(timings, fresh.predicted, bounds, powers)
+    for kernel, drawn in shown(unseen, times).items():
+        kernels[kernel]["fresh"] = drawn
     for kernel, index in indices.items():
         kernels[kernel]["held_out"] = accuracy(measured[index], predicted[index], bounds[index])
         kernels[kernel]["classes"] = coverage_by_class(measured[index], fresh.predicted[index], bounds[index])
@@ -285,10 +292,8 @@ def _range(rows: pd.DataFrame, begun: dict[str, Any] | None) -> dict[str, list[f
 
 def _cells(kernel: str, rows: pd.DataFrame, launches: pd.DataFrame | None, begun: dict[str, Any] | None) -> Cells:
     """Where something was measured: careful timings, quick launches, and those of the GPU that learning began from."""
-    known = [columns_of(rows)]
-    if launches is not None and (quick := launches["kernel"] == kernel).any():
-        known.append(columns_of(launches[quick]))
-    own = Cells.of(*known)
+    quick = None if launches is None else launches[launches["kernel"] == kernel]
+    own = Cells.of(columns_of(rows), *([] if quick is None or quick.empty else [columns_of(quick)]))
     return own if begun is None or "cells" not in begun else own | Cells.load(begun["cells"])
 
 

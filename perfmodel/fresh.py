@@ -1,7 +1,7 @@
 """How wide intervals are for shapes to come: as fresh sweeps ask, drawn anew, timed on other days, and seen by no fit.
 
 Runs left out of the fit (`perfmodel.held_out`) say how an interval's width follows a call's size, the doubt about its kernel and
-how far it lies beyond what was measured. But they were drawn to teach, many of odd sizes, and trees without them know less than
+what was measured around it. But they were drawn to teach, many of odd sizes, and trees without them know less than
 those that are shipped: by these alone 83% to 99% of fresh measurements are inside, by kernel and size class. So the factors of
 each family and size class are raised to the power at which they hold 90% of the fresh sweeps: split-conformal once more, by the
 shipped trees themselves. A sweep is judged by powers that it did not help to find.
@@ -21,7 +21,7 @@ from perfmodel.calls import columns_of
 from perfmodel.held_out import COVERAGE
 from perfmodel.kernels import KERNELS
 from perfmodel.model import PerfModel
-from perfmodel.prediction import SIZE_CLASSES_US, bounds_of, size_class, wider_beyond
+from perfmodel.prediction import SIZE_CLASSES_US, bounds_of, size_class, wider
 
 Array = npt.NDArray[np.float64]
 
@@ -30,9 +30,12 @@ Powers = Mapping[str, Sequence[float]]
 CLASSES = len(SIZE_CLASSES_US) + 1
 # Whole models' shapes, which are kept for judging alone.
 KEPT = "zoo"
-# A family counts beside so many rows that ask for no other width, a size class beside so many as its family. With as many as
-# these, a half, or twice as many, each family of an H200's fresh sweeps is inside 88% to 92%, of sweeps that had no say.
-ALIKE_FAMILY_ROWS, ALIKE_CLASS_ROWS = 100, 50
+# A family counts beside so many rows that ask for no other width, a size class beside so many as its family. With these, each
+# family of 200 rows of an H200's and an H100's fresh sweeps is inside 88% to 92%, of sweeps that had no say; with half as many,
+# each of an H200's, and all but one of an H100's, which has a sixth of its fresh times.
+ALIKE_FAMILY_ROWS, ALIKE_CLASS_ROWS = 200, 100
+# Rows of a kernel that a report draws.
+SHOWN = 30
 
 
 def family_of(kernel: str) -> str:
@@ -155,12 +158,24 @@ def lower_factors(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {**entry, "interval_factors": (np.asarray(entry["interval_factors"]) ** own[:, None]).tolist()}
 
 
+def shown(rows: pd.DataFrame, predicted: Array) -> dict[str, dict[str, list[float]]]:
+    """Of each kernel's settled rows up to `SHOWN`, drawn by a seed: times measured and predicted in microseconds, 4 digits."""
+    found = {}
+    settled = rows["settled"].to_numpy(dtype=bool)
+    for kernel, index in rows.groupby("kernel").indices.items():
+        mine = np.asarray(index)[settled[index]]
+        drawn = np.sort(np.random.default_rng(0).permutation(len(mine))[:SHOWN])
+        times = {"measured_us": rows["p50_us"].to_numpy(dtype=float), "predicted_us": predicted}
+        found[str(kernel)] = {name: [float(f"{us:.4g}") for us in of[mine[drawn]]] for name, of in times.items()}
+    return found
+
+
 def of_model(model: PerfModel, rows: pd.DataFrame) -> tuple[Array, Array, Fresh]:
     """Of fresh rows, times by a shipped model, ends of the intervals before any fresh sweep had a say, and what rows ask for."""
     predicted, bounds = model.predict(rows)["time_us"].to_numpy(), np.full((len(rows), 2), np.nan)
     for kernel, index in rows.groupby("kernel").indices.items():
         sizes, name = columns_of(rows.iloc[index]), str(kernel)
         entry = lower_factors(model.manifest["kernels"][name])
-        wider = wider_beyond(name, sizes, entry)
-        bounds[index] = bounds_of(predicted[index], entry, model.seen(name, sizes).doubt, wider)
+        power = wider(name, sizes, entry)
+        bounds[index] = bounds_of(predicted[index], entry, model.seen(name, sizes).doubt, power)
     return predicted, bounds, Fresh.of(rows, predicted, bounds)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from perfmodel.calls import columns_of
+from perfmodel.cells import EACH, WELL_KNOWN, Cells
 from perfmodel.choice import DOUBT, asked
 from perfmodel.hardware import HardwareSpec
 from perfmodel.judge import SHAPE
@@ -174,6 +175,7 @@ class Unseen:
             stands in for it.
         doubt: Of what the library chooses, by class (`doubts_of`), (rows,); None for none.
         wider_in_doubt: The power of each class.
+        around: Likewise for how little is known around each row, (rows,).
     """
 
     predicted: Array
@@ -181,18 +183,19 @@ class Unseen:
     wider: Array | float = 1.0
     doubt: npt.NDArray[np.int64] | None = None
     wider_in_doubt: tuple[float, ...] = (1.0,)
+    around: Array | float = 1.0
 
     @property
     def _power(self) -> Array | float:
-        """By how much each row's interval is wider for the doubt, and narrower where a fold stands in for its run."""
-        return (1.0 if self.doubt is None else np.asarray(self.wider_in_doubt)[self.doubt]) / self.wider
+        """By how much each row's interval is wider, for the doubt and for what is known around, and narrower for a fold."""
+        return self.around * (1.0 if self.doubt is None else np.asarray(self.wider_in_doubt)[self.doubt]) / self.wider
 
     def factors(self, timings: pd.DataFrame, kernel: str, rows: Any, without: Any = ()) -> list[list[float]]:
-        """Interval factors of a kernel per size class where nothing is in doubt, from those of its rows that `rows` names.
+        """Interval factors of a kernel per size class of calls without doubt, known around, from those rows that `rows` names.
 
         The profile of its size classes is that of the other kernels of its kind, without the runs that `without` numbers.
         """
-        # As far off as each row would be without doubt, of a run left out whole.
+        # As far off as each row would be without doubt and with much known around it, of a run left out whole.
         measured = self.predicted * (timings["p50_us"].to_numpy() / self.predicted) ** (1 / self._power)
         kind = KERNELS[kernel].kind
         known = np.isfinite(self.predicted) & ~np.isin(timings["run"].to_numpy(), without)
@@ -291,6 +294,58 @@ def wider_in_doubt(kernels: npt.NDArray[Any], off: Array, doubt: npt.NDArray[np.
         wider = float(np.quantile(rows, COVERAGE)) if len(rows) >= LEAST_ROWS else 1.0
         found.append(max(wider, found[-1]))
     return tuple(found)
+
+
+def wider_where_few(kernels: npt.NDArray[Any], off: Array, few: npt.NDArray[np.int64]) -> dict[str, tuple[float, ...]]:
+    """By how much, as a power, intervals of each class of neighbours are wider than those of calls with many, by kind of kernel.
+
+    The 90th percentile of how far off a class's rows are, over that of their kernel's rows that are aligned and have many, or of
+    those that are not where that is what it has. Never less for fewer neighbours.
+
+    Args:
+        kernels: Names, (rows,).
+        off: Absolute logarithms of measured over predicted times, of shapes held out fold by fold, over the power by which doubt
+            about the kernel chosen makes their intervals wider; NaN where there is no prediction.
+        few: Classes, as of `Cells.few`.
+    """
+    share: dict[str, list[tuple[Array, npt.NDArray[np.int64]]]] = {}
+    for kernel in np.unique(kernels):
+        mine = (kernels == kernel) & np.isfinite(off)
+        many = next((found for number in (WELL_KNOWN, EACH - 1) if (found := mine & (few == number)).sum() >= LEAST_ROWS), None)
+        if many is not None:
+            share.setdefault(KERNELS[str(kernel)].kind, []).append((off[mine] / np.quantile(off[many], COVERAGE), few[mine]))
+    result = {}
+    for kind, parts in share.items():
+        rows, classes = (np.concatenate(part) for part in zip(*parts, strict=True))
+        some = [rows[classes == number] for number in range(WELL_KNOWN + 1)]
+        found = [float(np.quantile(own, COVERAGE)) if len(own) >= LEAST_ROWS else 1.0 for own in some]
+        more = np.maximum(found, 1.0).reshape(2, EACH)
+        more[-1, -1] = 1.0
+        result[kind] = tuple(float(power) for power in np.maximum.accumulate(more[:, ::-1], axis=1)[:, ::-1].ravel())
+    return result
+
+
+def known_around(
+    fresh: Unseen, timings: pd.DataFrame, by_fold: Array, cells: Mapping[str, Cells]
+) -> tuple[Unseen, dict[str, tuple[float, ...]]]:
+    """What intervals are calibrated on, with how little is known around each row; and the powers for that, by kind of kernel.
+
+    Args:
+        fresh: Of `leave_out_runs`.
+        timings: Careful timings.
+        by_fold: Their times, shapes held out fold by fold, (rows,).
+        cells: By kernel, where something was measured: of these rows, and of whatever else.
+    """
+    few, kernel = np.zeros(len(timings), dtype=np.int64), timings["kernel"].to_numpy()
+    for name, index in timings.groupby("kernel").indices.items():
+        few[index] = cells[str(name)].few(columns_of(timings.iloc[index]))
+    off = np.abs(np.log(timings["p50_us"].to_numpy() / by_fold))
+    in_doubt = 1.0 if fresh.doubt is None else np.asarray(fresh.wider_in_doubt)[fresh.doubt]
+    powers = wider_where_few(kernel, off / in_doubt, few)
+    for kind, found in powers.items():
+        print(f"little known around {kind}: wider by a power of {', '.join(f'{power:.2f}' for power in found)}", file=sys.stderr)
+    around = [powers[kind][c] if (kind := KERNELS[name].kind) in powers else 1.0 for name, c in zip(kernel, few, strict=True)]
+    return replace(fresh, around=np.array(around)), powers
 
 
 def accuracy(measured: Array, predicted: Array, bounds: Array | None = None) -> dict[str, float]:

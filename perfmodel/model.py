@@ -22,7 +22,7 @@ from perfmodel.compiled import worth_compiling
 from perfmodel.hardware import HardwareSpec
 from perfmodel.kernels import KERNELS
 from perfmodel.network import Network, single_threaded
-from perfmodel.prediction import Seen, at_edge, baseline_us, bounds_of, gap_octaves, no_less, wider_beyond
+from perfmodel.prediction import Seen, at_edge, baseline_us, bounds_of, gap_octaves, no_less, wider
 from perfmodel.trees import Trees
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class PerfModel:
         ratio = seen.smooth + self.learned(kernel)[1].predict(seen.matrix).astype(np.float64)
         learned = baseline_us(kernel, *sizes, self.hardware, self.planned(kernel)) * np.exp(ratio)
         time = no_less(learned, kernel, sizes, self.hardware, self.least_us(kernel))
-        low, high = bounds_of(time, entry, seen.doubt, wider_beyond(kernel, sizes, entry)).T
+        low, high = bounds_of(time, entry, seen.doubt, wider(kernel, sizes, entry)).T
         # However little is known of a call, it does not beat the roofline.
         return np.column_stack([time, no_less(low, kernel, sizes, self.hardware, 0.0), high])
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perfmodel.calls import Sizes
-from perfmodel.cells import Cells
+from perfmodel.cells import WELL_KNOWN, Cells
 from perfmodel.choice import Choice, with_choice
 from perfmodel.features import features
 from perfmodel.hardware import HardwareSpec
@@ -106,6 +106,22 @@ def wider_beyond(kernel: str, sizes: Sizes, entry: Mapping[str, Any]) -> Array:
     return 1 + np.maximum(each * octaves_beyond(sizes, entry["range"]), between * gap_octaves(sizes, entry))
 
 
+def few_neighbours(sizes: Sizes, entry: Mapping[str, Any]) -> npt.NDArray[np.int64]:
+    """The class of how many calls were timed carefully around each, (calls,), as of `Cells.few`; arguments as above."""
+    return Cells.load(entry["cells"]).few(sizes) if "cells" in entry else np.full(len(sizes[0]), WELL_KNOWN)
+
+
+def wider(kernel: str, sizes: Sizes, entry: Mapping[str, Any]) -> Array:
+    """The power of the interval's factors for what is known around calls, (calls,): `wider_beyond`, or for few neighbours.
+
+    Arguments as of `wider_beyond`; the entry may have `wider_where_few`, powers by that class (`perfmodel.held_out`).
+    """
+    beyond = wider_beyond(kernel, sizes, entry)
+    if (powers := entry.get("wider_where_few")) is None:
+        return beyond
+    return np.maximum(beyond, np.asarray(powers)[few_neighbours(sizes, entry)])
+
+
 def bounds_of(time_us: Array, entry: Mapping[str, Any], doubt: npt.NDArray[np.int64], wider: Array | float = 1.0) -> Array:
     """Both ends of the 90% intervals of predicted times, (calls, 2).
 
@@ -113,7 +129,7 @@ def bounds_of(time_us: Array, entry: Mapping[str, Any], doubt: npt.NDArray[np.in
         time_us: The times.
         entry: The kernel's, of a manifest: factors by size class, and powers of them by class of doubt where it has a choice.
         doubt: As of `Seen`.
-        wider: `wider_beyond`.
+        wider: What `wider` says.
     """
     factors = np.asarray(entry["interval_factors"])[size_class(time_us)]
     power = np.asarray(wider)

@@ -6,8 +6,8 @@ import pytest
 from scipy.ndimage import distance_transform_cdt
 
 import perfmodel
-from perfmodel.cells import FURTHEST, LAUNCH_ONLY, LAUNCH_ONLY_K, NEAR, PER_OCTAVE, Cells
-from perfmodel.prediction import WIDER_BETWEEN, WIDER_MEMORY, wider_beyond
+from perfmodel.cells import ALIGNED, AROUND, EACH, FEW, FURTHEST, LAUNCH_ONLY, LAUNCH_ONLY_K, NEAR, PER_OCTAVE, WELL_KNOWN, Cells
+from perfmodel.prediction import WIDER_BETWEEN, WIDER_MEMORY, few_neighbours, wider, wider_beyond
 
 
 def sizes(*calls):
@@ -29,6 +29,13 @@ def test_octaves_from_what_was_measured_by_hand():
     assert Cells.of(sizes((1024, 1, 2**18, 1))).gap_octaves(sizes((2, 1, 2**16, 1))).tolist() == [0]
 
 
+def test_what_8_divides_says_nothing_of_what_it_does_not():
+    m = 2**14
+    cells = Cells.of(sizes((m, 64, 64, 2), (m, 60, 64, 2**7)))
+    asked = sizes((m, 64, 64, 2), (m, 64, 60, 2), (m, 62, 64, 2), (m, 62, 62, 100), (m, 64, 72, 100), (m, 72, 64, 2))
+    np.testing.assert_allclose(cells.gap_octaves(asked), [0, 2.0, 2.0, 0, 2.0, 0])
+
+
 def test_the_distance_is_scipys():
     measured = np.random.default_rng(0).random((12, 11, 24, 12)) < 0.002
     at = np.indices(measured.shape).reshape(4, -1)
@@ -36,7 +43,9 @@ def test_the_distance_is_scipys():
     edges = np.exp2((at + 1) / PER_OCTAVE)
     known = measured | ((edges.prod(axis=0) < LAUNCH_ONLY * 1.01) & (edges[2] < LAUNCH_ONLY_K * 1.01)).reshape(measured.shape)
     away = distance_transform_cdt(~known, "chessboard")
-    found = Cells(measured).gap_octaves(tuple(np.exp2((at + 0.5) / PER_OCTAVE)))
+    # Sizes between powers of two: 8 divides none.
+    both = np.stack([measured, np.zeros_like(measured)], axis=-1)
+    found = Cells(both, np.zeros(both.shape, dtype=np.uint8)).gap_octaves(tuple(np.exp2((at + 0.5) / PER_OCTAVE)))
     expected = np.clip(away.ravel() - NEAR, 0, FURTHEST - NEAR) / PER_OCTAVE
     np.testing.assert_array_equal(found, expected)
     assert (expected > 0).sum() > 500
@@ -47,13 +56,61 @@ def test_saved_and_put_together():
     both = first | second
     again = Cells.load(both.save())
     np.testing.assert_array_equal(again.measured, both.measured)
+    np.testing.assert_array_equal(again.neighbours, both.neighbours)
     assert Cells.load(both.save()) is again
     for call in ((16, 16, 64, 1), (1, 1, 100, 8), (64, 1, 1, 1)):
-        assert both.measured[tuple(np.floor(PER_OCTAVE * np.log2(call) + 1e-9).astype(int))]
+        assert both.measured[
+            *np.floor(PER_OCTAVE * np.log2(call) + 1e-9).astype(int), int(call[1] % ALIGNED == call[2] % ALIGNED == 0)
+        ]
     assert both.measured.sum() == 3
     # Sizes at a cell's lower edge, whose logarithm ends in other bits, belong to it.
     powers = np.exp2(np.arange(40) / PER_OCTAVE)
     assert Cells.of((powers, powers, powers, powers)).measured.sum() == 40
+
+
+def test_neighbours_are_counted_as_by_hand():
+    """Distinct careful timings up to so many cells away in each size, of the same alignment."""
+    generator = np.random.default_rng(0)
+    careful, asked = (np.exp2(generator.uniform(0, 6, (4, count))).round() for count in (3000, 500))
+
+    def cells_of(calls):
+        return np.floor(PER_OCTAVE * np.log2(calls) + 1e-9).astype(int), (calls[1] % ALIGNED == 0) & (calls[2] % ALIGNED == 0)
+
+    distinct = np.unique(careful, axis=1)
+    (known, known_aligned), (of, aligned) = cells_of(distinct), cells_of(asked)
+    # Larger sizes than all that were measured count as those.
+    of = np.minimum(of, known.max(axis=1)[:, None])
+    near = (np.abs(of[:, :, None] - known[:, None]).max(axis=0) <= AROUND) & (aligned[:, None] == known_aligned)
+    expected = np.searchsorted(FEW, near.sum(axis=1), side="right") + EACH * aligned
+    found = Cells.of(np.concatenate([careful, careful[:, :50]], axis=1), asked).few(tuple(asked))
+    np.testing.assert_array_equal(found, expected)
+    assert set(expected % EACH) == set(range(EACH)) and aligned.any() and not aligned.all()
+    # Quick launches are no neighbours.
+    assert Cells.of(sizes((16, 16, 64, 1)), sizes(*[(64, 64, 64, n) for n in range(1, 40)])).few(sizes((64, 64, 64, 8))) == [EACH]
+
+
+def test_where_few_were_timed_an_interval_is_wider():
+    entry = {"range": {name: [1.0, 8192.0] for name in ("m", "n", "k", "groups")} | {"product": [1.0, 2.0**40]}}
+    calls = sizes((1024, 64, 64, 1), (1024, 16, 64, 1), (16384, 64, 64, 1))
+    assert few_neighbours(calls, entry).tolist() == [WELL_KNOWN] * 3 and wider("torch/bf16", calls, entry).tolist()[:2] == [1, 1]
+    entry["cells"] = Cells.of(sizes(*[(1024 + 8 * n, 64, 64, 1) for n in range(20)])).save()
+    beyond = wider_beyond("torch/bf16", calls, entry)
+    np.testing.assert_array_equal(wider("torch/bf16", calls, entry), beyond)
+    entry["wider_where_few"] = [4.0, 4.0, 4.0, 3.0, 2.0, 1.5, 1.25, 1.0]
+    assert few_neighbours(calls, entry).tolist() == [EACH + 2, EACH, EACH + 2]
+    # That 8 does not divide its N is another class, of which none were timed.
+    assert wider("torch/bf16", sizes((1024, 62, 64, 1)), entry).tolist() == [4.0]
+    np.testing.assert_allclose(wider("torch/bf16", calls, entry), [1.25, max(2.0, beyond[1]), beyond[2]])
+    assert beyond[2] > 2
+
+
+def test_cells_of_before_are_read():
+    """They told neither alignment nor neighbours."""
+    old = Cells.of(sizes((1024, 64, 64, 1))).measured[..., 1]
+    saved = {"shape": list(old.shape), "bits": Cells(old, np.zeros(old.shape, dtype=np.uint8)).save()["bits"]}
+    calls = sizes((1024, 64, 64, 1), (1024, 62, 63, 1), (16, 64, 1024, 1))
+    np.testing.assert_array_equal(Cells.load(saved).gap_octaves(calls) > 0, [False, False, False])
+    assert Cells.load(saved).few(calls).tolist() == [WELL_KNOWN, WELL_KNOWN - EACH, WELL_KNOWN]
 
 
 def test_a_call_in_a_hole_is_an_extrapolation_and_its_interval_wider():

@@ -202,9 +202,20 @@ def test_an_explanation_says_where_the_choice_of_a_kernel_is_in_doubt(model):
     unsure, sure = (next(found for found in told if (found.wider > 1) == doubted) for doubted in (True, False))
     for found in (unsure, sure):
         low, high = model.manifest["kernels"]["torch/bf16"]["interval_factors"][size_class(np.array([found.time_us]))[0]]
-        assert found.low_us == pytest.approx(found.time_us * low**found.wider)
-        assert found.high_us == pytest.approx(found.time_us * high**found.wider)
+        power = found.wider * max(found.wider_beyond, found.wider_where_few)
+        assert found.low_us == pytest.approx(found.time_us * low**power)
+        assert found.high_us == pytest.approx(found.time_us * high**power)
     assert "is in doubt" in unsure.words() and "is in doubt" not in sure.words()
+
+
+def test_an_explanation_says_where_little_is_known_around_a_call(model):
+    """Few were timed around a shape of few towers, whose N 8 does not divide; many around one as layers have it."""
+    few = model.explain({"kernel": "torch/bf16_batched", "m": 203, "n": 367, "k": 20000, "groups": 5})
+    powers = model.manifest["kernels"]["torch/bf16_batched"]["wider_where_few"]
+    assert few.wider_where_few in powers and few.wider_where_few > 1.2 and few.outside == () and few.gap_octaves == 0
+    assert f"calls like it are less well known: an interval {few.wider_where_few:.1f} times as wide" in few.words()
+    many = model.explain({"kernel": "torch/bf16", "m": 8192, "n": 512, "k": 512})
+    assert many.wider_where_few == 1 and "less well known" not in many.words()
 
 
 def test_an_explanation_says_what_bounds_and_what_was_never_measured(model):
