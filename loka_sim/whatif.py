@@ -393,5 +393,6 @@ def _held_out(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "mape_percent": 100 * sum(entry["mape"] * entry["n"] for entry in accuracies.values()) / rows,
         "regret_percent": None if regret is None else 100 * regret["geomean"],
         "kernels": {kernel: 100 * entry["mape"] for kernel, entry in accuracies.items()},
+        "fresh": {kernel: entry["fresh"] for kernel, entry in manifest["kernels"].items() if "fresh" in entry},
         "command": manifest["command"],
     }

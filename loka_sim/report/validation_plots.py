@@ -3,52 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from typing import Any
 
+from loka_sim.report import agreement, words
 from loka_sim.report import validation_words as say
-from loka_sim.report import words
 from loka_sim.report.scale import Scale, linear_around, log_around
 
 Record = dict[str, Any]
 
-BAND = 1.1
-"""Kernel times: how far from the measured time the band around the identity line reaches, as a factor."""
-
 BAND_DB = 0.5
-"""SQNR: the same, in dB."""
-
-
-def _points(rows: Iterable[tuple[str, float, float, str]], x: Scale, y: Scale) -> list[Record]:
-    """Marks of (kind, x, y, tip); y runs upward."""
-    return [{"kind": kind, "x": x.at(a), "y": round(100 - y.at(b), 3), "tip": tip} for kind, a, b, tip in rows]
-
-
-def _panel(
-    title: str, points: list[Record], x: Scale, y: Scale, label: tuple[Callable[[float], str], Callable[[float], str]]
-) -> Record:
-    return {
-        "title": title,
-        "points": points,
-        "x_ticks": [(x.at(tick), label[0](tick)) for tick in x.ticks(5)],
-        "y_ticks": [(round(100 - y.at(tick), 3), label[1](tick)) for tick in y.ticks(6)],
-    }
-
-
-def _diagonal(scale: Scale, reach: float) -> Record:
-    """Identity line and band of two like axes; `reach` is the band's half height in percent of the axis."""
-    s = round(min(reach, 100.0), 3)
-    r = round(100 - s, 3)
-    return {"line": (0, 100, 100, 0), "band": f"0,100 0,{r} {r},0 100,0 100,{s} {s},100", "low": scale.low, "high": scale.high}
+"""SQNR: how far from the measured one the band around the identity line reaches, in dB."""
 
 
 def _shape(row: Record) -> str:
     groups = f", {row['groups']:,} groups" if row.get("groups", 1) > 1 else ""
     return f"{row['m']:,} × {row['n']:,} × {row['k']:,}{groups}"
-
-
-def _us(value: float) -> str:
-    return f"{value:.3g}" if value < 1 or value >= 1e7 else words.micro(value)
 
 
 def times(rows: list[Record]) -> list[Record]:
@@ -67,14 +36,9 @@ def times(rows: list[Record]) -> list[Record]:
     us = log_around(both)
     size = log_around(_size(row) for row in rows)
     ratio = log_around([1.3, 1 / 1.3, *(row[f"{key}_us"] / row["measured_us"] for key, _ in stages for row in drawn[key])])
-    top, bottom = (round(100 - ratio.at(value), 3) for value in (BAND, 1 / BAND))
+    top, bottom = (round(100 - ratio.at(value), 3) for value in (agreement.BAND, 1 / agreement.BAND))
     level = round(100 - ratio.at(1.0), 3)
-    against: Record = {
-        "x": "measured, µs (log)",
-        "y": "predicted, µs (log)",
-        **_diagonal(us, 100 * math.log(BAND) / math.log(us.high / us.low)),
-        "panels": [],
-    }
+    against = agreement.of_times(us)
     off: Record = {
         "x": "M × N × K × groups (log)",
         "y": "predicted over measured (log)",
@@ -87,11 +51,15 @@ def times(rows: list[Record]) -> list[Record]:
         ordered = sorted(drawn[key], key=lambda row: row["set"] == "fresh")
         tips = [_time_tip(row, key) for row in ordered]
         pairs = [(row["set"], row["measured_us"], row[f"{key}_us"], tip) for row, tip in zip(ordered, tips, strict=True)]
-        against["panels"].append(_panel(title, _points(pairs, us, us), us, us, (_tick, _tick)))
+        against["panels"].append(
+            agreement.panel(title, agreement.points(pairs, us, us), us, us, (agreement.tick, agreement.tick))
+        )
         pairs = [
             (row["set"], _size(row), row[f"{key}_us"] / row["measured_us"], tip) for row, tip in zip(ordered, tips, strict=True)
         ]
-        off["panels"].append(_panel(title, _points(pairs, size, ratio), size, ratio, (words.count, _off)))
+        off["panels"].append(
+            agreement.panel(title, agreement.points(pairs, size, ratio), size, ratio, (words.count, agreement.off))
+        )
     return [against, off]
 
 
@@ -99,25 +67,14 @@ def _size(row: Record) -> float:
     return float(math.prod(max(row[key], 1) for key in ("m", "n", "k", "groups")))
 
 
-def _tick(value: float) -> str:
-    return f"{value:,g}" if 1e-4 < value < 1e6 else f"{value:.0e}"
-
-
-def _off(ratio: float) -> str:
-    """A ratio as people read errors: `+10%`, `−20%`, `3×`."""
-    if ratio > 2 or ratio < 0.1:
-        return f"{ratio:.3g}×"
-    return "equal" if ratio == 1 else f"{100 * (ratio - 1):+.3g}%".replace("-", "−")
-
-
 def _time_tip(row: Record, key: str) -> str:
     low, high = row[f"{key}_low_us"], row[f"{key}_high_us"]
-    interval = "" if low is None or high is None else f" ({_us(low)} to {_us(high)})"
-    eager = "" if row["eager_us"] is None else f"; eager call {_us(row['eager_us'])} µs"
+    interval = "" if low is None or high is None else f" ({agreement.us(low)} to {agreement.us(high)})"
+    eager = "" if row["eager_us"] is None else f"; eager call {agreement.us(row['eager_us'])} µs"
     return (
         f"{row['kernel']}\n{_shape(row)}, {say.SETS[row['set']]}\n"
-        f"measured {_us(row['measured_us'])} µs{eager}\n"
-        f"predicted {_us(row[f'{key}_us'])} µs{interval}, {_off(row[f'{key}_us'] / row['measured_us'])}"
+        f"measured {agreement.us(row['measured_us'])} µs{eager}\n"
+        f"predicted {agreement.us(row[f'{key}_us'])} µs{interval}, {agreement.off(row[f'{key}_us'] / row['measured_us'])}"
     )
 
 
@@ -136,14 +93,18 @@ def errors(tensors: list[Record]) -> list[Record]:
 
     def points(key: str) -> list[Record]:
         rows = [(row["pass"], row["measured_sqnr_db"], row[key], _error_tip(row, key)) for row in drawn[key]]
-        return _points(rows, db, db)
+        return agreement.points(rows, db, db)
 
     return [
         {
             "x": "measured SQNR, dB",
             "y": "emulated or predicted, dB",
-            **_diagonal(db, 100 * BAND_DB / (db.high - db.low)),
-            "panels": [_panel(title, points(key), db, db, (_tick, _tick)) for key, title in panels if drawn[key]],
+            **agreement.diagonal(db, 100 * BAND_DB / (db.high - db.low)),
+            "panels": [
+                agreement.panel(title, points(key), db, db, (agreement.tick, agreement.tick))
+                for key, title in panels
+                if drawn[key]
+            ],
         }
     ]
 
@@ -169,7 +130,7 @@ def policies(entries: list[Record]) -> list[Record]:
             "decision": entry["name"] in say.DECISIONS,
             "width": None if entry["against_best"] is None else scale.at(entry["against_best"]),
             "regret": say.share(entry["against_best"]),
-            "us": "–" if entry["measured_us"] is None else _us(entry["measured_us"]),
+            "us": "–" if entry["measured_us"] is None else agreement.us(entry["measured_us"]),
             "speedup": words.ratio(entry["against_bf16"]),
             "tone": "flat" if entry["against_bf16"] is None else "good" if entry["against_bf16"] > 1 else "bad",
         }

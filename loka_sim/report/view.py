@@ -6,7 +6,7 @@ The template only lays out; each figure here comes from the document, none is co
 from __future__ import annotations
 
 from loka_sim.modelspec import PASSES
-from loka_sim.report import plots, words
+from loka_sim.report import agreement, plots, words
 from loka_sim.report.plots import Record, family
 from loka_sim.report.scale import Scale
 
@@ -243,6 +243,8 @@ def _trust(document: Record) -> Record:
             "longest": max(map(len, errors), default=0),
             "command": held_out["command"],
         },
+        "fresh": agreement.fresh(held_out, gemms),
+        "band": f"{agreement.BAND:g}",
         "warnings": [entry["text"] for entry in document["statements"] if entry["level"] == "warning"],
         "notes": [entry["text"] for entry in document["statements"] if entry["level"] != "warning"],
         "unaccounted": document["model"]["unaccounted"],

@@ -8,6 +8,7 @@ import random
 import re
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 
 from loka_sim.report import render, words
@@ -352,6 +353,41 @@ def test_what_is_missing_is_said():
     assert "Communication over 8 GPUs" in page.words and "no all-reduce was measured" in page.words
     assert page.of_class("warnings") == []
     assert "None" not in page.words
+
+
+def test_fresh_times_stand_where_they_were_measured_and_predicted():
+    """A mark a shape, of the kernels that the model could run alone: right ones on the line from corner to corner."""
+    document = make_document(3)
+    fp8 = next(
+        c["kernel"] for p in document["sites"][0]["passes"].values() for c in p["candidates"] if c["kernel"] != "torch/bf16"
+    )
+    assert "never saw" not in Page(render(document)).words
+    fresh = {
+        "torch/bf16": {"measured_us": [10.0, 1000.0], "predicted_us": [11.0, 1000.0]},
+        fp8: {"measured_us": [50.0], "predicted_us": [25.0]},
+        "torch/layernorm_forward": {"measured_us": [5.0], "predicted_us": [5.0]},
+    }
+    document["hardware"]["held_out"]["fresh"] = fresh
+    assert problem(document, "whatif") is None
+    page = Page(render(document))
+    assert "Times of shapes that the fit never saw, predicted against measured" in page.words
+    spots = [attrs for attrs in page.of_class("spot") if "data-tip" in attrs]
+    assert [spot["data-tip"] for spot in spots] == [
+        "torch/bf16\nmeasured 10.0 µs\npredicted 11.0 µs, +10%",
+        "torch/bf16\nmeasured 1,000 µs\npredicted 1,000 µs, equal",
+        f"{fp8}\nmeasured 50.0 µs\npredicted 25.0 µs, −50%",
+    ]
+    (x, y), (right_x, right_y), (low_x, low_y) = ([float(spot[name].rstrip("%")) for name in ("x", "y")] for spot in spots)
+    assert right_x + right_y == pytest.approx(100, abs=0.01)
+    # On axes that are logarithmic and alike, a factor is the same distance everywhere.
+    decades = (right_x - x) / np.log10(100)
+    assert 100 - y - x == pytest.approx(decades * np.log10(1.1), abs=0.01)
+    assert 100 - low_y - low_x == pytest.approx(decades * np.log10(0.5), abs=0.01)
+    assert {attrs["aria-label"] for attrs in (a for _, a in page.attributes) if "GEMM times" in attrs.get("aria-label", "")} == {
+        f"Scatter plot, {name}: predicted against measured GEMM times, {count} marks. "
+        "Across: measured, µs (log); up: predicted, µs (log)."
+        for name, count in (("bf16", 2), ("FP8", 1))
+    }
 
 
 def test_a_steps_streams_over_time():
