@@ -39,7 +39,7 @@ from perfmodel import data_folder, fit
 from perfmodel.calls import columns_of
 from perfmodel.cells import EACH, FEW, WELL_KNOWN
 from perfmodel.choice import DOUBT
-from perfmodel.fresh import Fresh, family_of, of_model
+from perfmodel.fresh import family_of, of_model
 from perfmodel.held_out import (
     COVERAGE,
     FOLDS,
@@ -384,21 +384,12 @@ def by_neighbours(data: Data) -> None:
     model = perfmodel.load(data.hardware.name)
     entries = model.manifest["kernels"]
     rows = data.unseen[data.unseen["sweep"] != "zoo"].reset_index(drop=True)
-    kind = np.array([KERNELS[name].kind for name in rows["kernel"]], dtype=object)
-    found: dict[bool, tuple[Array, Fresh]] = {}
-    few = np.zeros(len(rows), dtype=np.int64)
-    for told in (True, False):
-        if not told:
-            # As wide for all.
-            plain = {
-                name: {of: value for of, value in entry.items() if of != "wider_where_few"} for name, entry in entries.items()
-            }
-            model = replace(model, manifest={**model.manifest, "kernels": plain})
-        predicted, ends, asked = of_model(model, rows)
-        found[told] = asked.raised(predicted, ends), asked
+    kind, few = np.array([KERNELS[name].kind for name in rows["kernel"]], dtype=object), np.zeros(len(rows), dtype=np.int64)
     for name, index in rows.groupby("kernel").indices.items():
         few[index] = few_neighbours(columns_of(rows.iloc[index]), entries[str(name)])
-    measured, heard = rows["p50_us"].to_numpy(), found[True][1].heard
+    plain = {name: {**entry, "wider_where_few": [1.0] * (WELL_KNOWN + 1)} for name, entry in entries.items()}
+    predicted, ends, asked = of_model(replace(model, manifest={**model.manifest, "kernels": plain}), rows)
+    both, measured = (rows[["low", "high"]].to_numpy(), asked.raised(predicted, ends)), rows["p50_us"].to_numpy()
     print(
         "\nFresh timings by how many careful ones lie around; alike: if that had no say in intervals; +: their upper end, median"
     )
@@ -407,12 +398,12 @@ def by_neighbours(data: Data) -> None:
     edges = (0, *FEW, None)
     for of in dict.fromkeys(KERNELS[name].kind for name in KERNELS):
         for number in range(WELL_KNOWN + 1):
-            mine = heard & (kind == of) & (few == number)
+            mine = asked.heard & (kind == of) & (few == number)
             if mine.any():
                 aligned, least = divmod(number, EACH)
                 around = f"{edges[least]} to {edges[least + 1] - 1}" if edges[least + 1] else f"from {edges[least]}"
-                each = [accuracy(measured[mine], predicted[mine], ends[mine]) for ends, _ in found.values()]
-                above = [np.median(ends[mine, 1] / predicted[mine]) - 1 for ends, _ in found.values()]
+                each = [accuracy(measured[mine], predicted[mine], ends[mine]) for ends in both]
+                above = [np.median(ends[mine, 1] / predicted[mine]) - 1 for ends in both]
                 shares = "".join(f"{value:9.1%}" for value in (each[0]["mape"], *(one["coverage"] for one in each), *above))
                 names = ("some odd", "8 divides")[aligned] if "gemm" in of else ""
                 print(f"{of:14s}{names:>12s}{around:>10s}{each[0]['n']:9.0f}{shares}")
