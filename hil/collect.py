@@ -145,10 +145,11 @@ def collect(
         return
     import torch
 
-    from hil.timing import BufferPool
+    from hil.timing import POOL_ELEMENTS, BufferPool
 
     started, rows = time.time(), 0
-    pool = BufferPool()
+    # An operand takes half of the pool at most.
+    pool = BufferPool(elements=max([POOL_ELEMENTS, *(2 * shape.largest_operand for shape, _ in work)]))
     # GEMMs are not compiled by torch.compile, whose import takes seconds.
     with nullcontext() if family == "gemm" else locked_autotune(lock):
         for done, (shape, names) in enumerate(work, 1):

@@ -15,6 +15,8 @@ _ROUND_FEATURES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 204
 _ODD_FEATURES = (1, 2, 10, 13, 26, 27, 39, 100, 351, 367, 479, 845, 1000, 3337, 6045)
 _MAX_FLOPS = 2.2e12
 _MAX_OPERAND = 2**29
+# Of the shapes of the largest batches alone.
+_LARGEST_FLOPS, _LARGEST_OPERAND, _LARGEST_OUTPUT = 2e13, 2**31, 2**30
 
 
 def _feature(rng: np.random.Generator, largest: int = 8192, odd: float = 0.08) -> int:
@@ -88,6 +90,31 @@ def wide_shapes(count: int, seed: int) -> list[Shape]:
         first, second = pair if rng.random() < 0.5 else pair[::-1]
         shape = Shape(first, second, rows) if rng.random() < 0.3 else Shape(rows, first, second)
         if 2.0 * shape.m * shape.n * shape.k <= 2 * _MAX_FLOPS:
+            shapes[shape] = None
+    return list(shapes)
+
+
+def large_shapes(count: int, seed: int) -> list[Shape]:
+    """`count` distinct GEMM shapes of the largest batches: over 2.2 TFLOP, or an operand of over 2^29 values, which no other has.
+
+    4 in 10 are layers that act on every feature of every sample, of 524,288 to 8,388,608 rows, as M or (four in ten) as K, and 16
+    to 2,048 features; 3 in 10 wide layers of 4,096 to 65,536 rows; the rest products of 8 to 512, one a sample or several.
+    """
+    rng = np.random.default_rng(seed)
+    shapes: dict[Shape, None] = {}
+    while len(shapes) < count:
+        draw, as_k = rng.random(), rng.random() < 0.4
+        if draw < 0.7:
+            tall = draw < 0.4
+            rows = _rows(rng, *((524288, 8388608) if tall else (4096, 65536)))
+            first, second = (_feature(rng, 2048, 0.05) if tall else 128 * int(rng.integers(16, 257)) for _ in range(2))
+            shape = Shape(first, second, rows) if as_k else Shape(rows, first, second)
+        else:
+            m, n, k = (8 * max(1, round(float(np.exp(rng.uniform(np.log(8), np.log(512)))) / 8)) for _ in range(3))
+            shape = Shape(m, n, k, _rows(rng, 8192, 262144))
+        work, output = 2.0 * shape.groups * shape.m * shape.n * shape.k, shape.groups * shape.m * shape.n
+        large = work > _MAX_FLOPS or shape.largest_operand > _MAX_OPERAND
+        if large and work <= _LARGEST_FLOPS and shape.largest_operand <= _LARGEST_OPERAND and output <= _LARGEST_OUTPUT:
             shapes[shape] = None
     return list(shapes)
 
@@ -263,6 +290,7 @@ SWEEPS = {
     ("gemm", "lrm"): (mixed_shapes, 4000),
     ("gemm", "tall"): (tall_shapes, 500),
     ("gemm", "wide"): (wide_shapes, 500),
+    ("gemm", "large"): (large_shapes, 160),
     ("gemm", "odd"): (odd_shapes, 700),
     ("gemm", "interaction"): (interaction_shapes, 1600),
     ("gemm", "grouped"): (grouped_shapes, 500),

@@ -20,6 +20,10 @@ import torch
 ROTATION_BYTES = 160 * 2**20
 MAX_LAUNCHES = 192
 MIN_LAUNCHES = 4
+# What moves more than this is launched once in a graph: no L2 helps it, and several results would not fit beside those of others.
+SINGLE_BYTES = 3.5e9
+# A call of longer is made once a turn.
+SINGLE_US = 2e3
 _KEPT_VIEWS = 2048
 
 
@@ -48,6 +52,8 @@ class Timing:
 
 def launches_for(bytes_per_launch: int) -> int:
     """Launches per graph: enough that the rotated buffers exceed twice the L2, within limits."""
+    if bytes_per_launch > SINGLE_BYTES:
+        return 1
     return max(MIN_LAUNCHES, min(MAX_LAUNCHES, -(-ROTATION_BYTES // max(bytes_per_launch, 1))))
 
 
@@ -106,10 +112,10 @@ def eager_call_us(launch: Callable[[int], object], kernel_us: float, budget_ms: 
     Args:
         launch: The kernel, called with a rotating index.
         kernel_us: Its time in a graph, by which the number of calls is chosen.
-        budget_ms: Time to spend on one turn, within 4 to 64 calls.
+        budget_ms: Time to spend on one turn, within 4 to 64 calls; one call of a kernel above `SINGLE_US`.
         turns: Turns that the median is taken over.
     """
-    calls = int(max(4, min(64, 1e3 * budget_ms / max(kernel_us, 1.0))))
+    calls = 1 if kernel_us > SINGLE_US else int(max(4, min(64, 1e3 * budget_ms / max(kernel_us, 1.0))))
     samples = []
     # The first turn fills caches, and is no sample.
     for _ in range(turns + 1):
@@ -122,6 +128,9 @@ def eager_call_us(launch: Callable[[int], object], kernel_us: float, budget_ms: 
     return statistics.median(samples[1:])
 
 
+POOL_ELEMENTS = 2**30
+
+
 class BufferPool:
     """Random operands, cut at rotating offsets from one allocation per dtype.
 
@@ -129,7 +138,7 @@ class BufferPool:
     run faster than real data.
     """
 
-    def __init__(self, device: str = "cuda", elements: int = 2**30, seed: int = 0) -> None:
+    def __init__(self, device: str = "cuda", elements: int = POOL_ELEMENTS, seed: int = 0) -> None:
         """Allocate and fill `elements` values of each dtype (3 bytes an element in all)."""
         generator = torch.Generator(device=device).manual_seed(seed)
         self._bf16 = torch.empty(elements, dtype=torch.bfloat16, device=device)

@@ -26,16 +26,24 @@ Codes = npt.NDArray[np.int64]
 Sizes = tuple[Array, Array, Array, Array]
 
 # What is told of a kernel, each a whole number: a tile's extent along N (and 1,000 for each kind of kernel), along M, a
-# cluster's extents along N and M (as 10 N + M), which operand two groups of warps share (0: none), whether K is split, whether
+# cluster's extents along N and M (as 10 N + M), which operand two groups of warps share (0: none; of older kernels the extent of
+# a step along K and how many are under way, as 10 K + steps, or which form of a vector's product), whether K is split, whether
 # tiles are walked along rows, whether the result is stored transposed, whether something is cleared first.
 PARTS = ("tile_n", "tile_m", "cluster", "shared_operand", "split_k", "along_rows", "layout", "cleared")
 # So many of them are the tile; the network values the tile and the rest apart, and of a kernel the sum of both.
 TILE = 2
 _KIND = 1000
-# Kernels of cuBLAS for Hopper are kind 0; older ones, by a word in their names, are numbered from 1.
-_OLDER = ("cutlass_75", "cutlass_80", "xmma", "gemv", "wmma", "gemmk1", "dot", "split")
+# Kernels of cuBLAS for Hopper are kind 0; older ones are told by a word in their names, and of no such word `_UNHEARD_OF`.
+_OLDER = {
+    "cutlass_75": 1, "cutlass_80": 2, "xmma": 3, "gemv": 4, "wmma": 5, "gemmk1": 6, "dot": 7, "split": 8, "gemmSN": 10,
+    "magma": 11,
+}  # fmt: skip
+_UNHEARD_OF = 9
 _HOPPER = re.compile(r"nvjet_sm90_\w+?_(\d+)x(\d+)_\d+x\d+_(\d+)x(\d+)_([hv])_")
-_TILE = re.compile(r"_(\d+)x(\d+)_")
+_TILE = re.compile(r"(?:_|tilesize)(\d+)x(\d+)[_x]")
+_STEPS = re.compile(r"_\d+x\d+_(\d+)x(\d+)_t|tilesize\d+x\d+x(\d+)_|gemvx\w+?Li(\d+)E")
+# A product of a few rows takes 8 columns and all of so many rows at once; a matrix product without tensor cores 64 x 64.
+_ROWS_AT_ONCE, _COLUMNS_AT_ONCE, _OLDEST_TILE = re.compile(r"gemmSN\w*?(?:ELi\d+){4}ELi(\d+)E"), 8, 64
 # Extents of tiles that the network is told the fill of, and of pairs (M, N) the waves.
 _FILLS = {"m": (64, 128, 192, 256), "n": (8, 16, 32, 64, 96, 128, 160, 192, 256), "k": (32, 64, 128)}
 _WAVES_M, _WAVES_N = (64, 128, 192, 256), (16, 32, 64, 96, 128, 160, 192, 256)
@@ -62,10 +70,30 @@ def parts_of(names: Sequence[str]) -> tuple[int, ...]:
             high, wide, 10 * cluster[0] + cluster[1], shared, int("splitK" in main), int(found[5] == "h"),
             int("_TNN" in main), cleared,
         )  # fmt: skip
-    tile = _TILE.search(main)
-    high, wide = (int(tile[1]), int(tile[2])) if tile else (16, 16)
-    kind = 1 + next((number for number, word in enumerate(_OLDER) if word in main), len(_OLDER))
-    return high + _KIND * kind, wide, 11, 0, int(any("split" in name for name in names)), 0, int("_tn_" in main), cleared
+    kind = next((number for word, number in _OLDER.items() if word in main), _UNHEARD_OF)
+    split, layout = int(any("split" in name for name in names)), int("_tn_" in main)
+    return (*_older_tile(main, kind), 11, _older_steps(main), split, 0, layout, cleared)
+
+
+def _older_tile(main: str, kind: int) -> tuple[int, int]:
+    """`PARTS` of an older kernel's tile: along N with its kind, and along M; 16 where its name does not tell."""
+    high, wide = 16, 16
+    if found := _TILE.search(main):
+        high, wide = int(found[1]), int(found[2])
+    elif found := _ROWS_AT_ONCE.search(main):
+        high, wide = _COLUMNS_AT_ONCE, int(found[1])
+    elif "magma" in main:
+        high = wide = _OLDEST_TILE
+    return high + _KIND * kind, wide
+
+
+def _older_steps(main: str) -> int:
+    """The part of an older kernel in the place of `shared_operand`; 0 where its name does not tell."""
+    found = _STEPS.search(main)
+    if not found:
+        return 0
+    step, under_way, only_step, form = (int(number or 0) for number in found.groups())
+    return 10 * (step or only_step) + under_way + form
 
 
 def asked(kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec) -> npt.NDArray[np.float32]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from perfmodel.gemm_plan import STEP, plans_of_many
 from perfmodel.hardware import HardwareSpec
-from perfmodel.kernels import KERNELS
+from perfmodel.kernels import KERNELS, library_of
 from perfmodel.memory_costs import estimated_us
 from perfmodel.memory_plan import plan
-from perfmodel.roofline import flops, moved_bytes
+from perfmodel.roofline import flops, moved_bytes, roofline_us
 
 Array = npt.NDArray[np.float64]
 
+# How much is known of a launch: nothing; what is of memory-bound kernels and of one product of many; and how our GEMM is cut.
+PLANNED = 2
 # Output tiles that cuBLAS and CUTLASS use on Hopper for bf16 and FP8 (M x N).
 TILES = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 128))
 # Of one product of a grouped GEMM.
@@ -31,7 +34,7 @@ def _waves(tiles: Array, multiprocessors: int) -> tuple[Array, Array]:
 
 
 def gemm_features(
-    kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec, planned: bool = True
+    kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec, planned: int = PLANNED
 ) -> tuple[list[str], Array]:
     """Names and (rows, features) matrix for a GEMM kernel; arguments as `features`."""
     spec = KERNELS[kernel]
@@ -54,7 +57,25 @@ def gemm_features(
         columns[f"log2_wave_work_{name}"] = np.log2(np.ceil(tiles / hardware.multiprocessors) * tile_m * tile_n * k)
     if planned and spec.kind == "batched_gemm":
         columns |= _each_product(m, n, k, grouped="grouped" in kernel)
+    if planned >= 2 and library_of(kernel) == "loka":
+        columns |= _own_plan(kernel, m, n, k, groups, hardware)
     return list(columns), np.stack(list(columns.values()), axis=1)
+
+
+def _own_plan(kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec) -> dict[str, Array]:
+    """How our GEMM is cut, which follows from the size: where other kernels leave that to be learned."""
+    plan = plans_of_many(m, n, k, fast=KERNELS[kernel].accumulation == "hopper_fast")
+    programs = plan.tiles_down * plan.tiles_across * plan.parts
+    each, at_once = programs / hardware.multiprocessors, programs / (hardware.multiprocessors * plan.resident)
+    return {
+        "plan_rows": plan.rows, "plan_columns": plan.columns, "plan_stages": plan.stages, "plan_swapped": plan.swapped,
+        "log2_plan_parts": np.log2(plan.parts), "log2_plan_steps": np.log2(plan.steps), "plan_last_step": (k - 1) % STEP + 1,
+        "log2_plan_tiles_down": np.log2(plan.tiles_down), "log2_plan_tiles_across": np.log2(plan.tiles_across),
+        "log2_plan_programs": np.log2(programs), "plan_tile_fill": m * n * plan.parts / (programs * plan.rows * plan.columns),
+        "log2_plan_each": np.log2(np.ceil(each)), "plan_wave_fill": each / np.ceil(each),
+        "log2_plan_rounds": np.log2(np.ceil(at_once)), "plan_round_fill": at_once / np.ceil(at_once),
+        "plan_over_roofline": np.log(plan.ns / (1e3 * (1.0 + roofline_us(kernel, m, n, k, groups, hardware)))),
+    }  # fmt: skip
 
 
 def _each_product(m: Array, n: Array, k: Array, grouped: bool) -> dict[str, Array]:
@@ -71,7 +92,7 @@ def _each_product(m: Array, n: Array, k: Array, grouped: bool) -> dict[str, Arra
 
 
 def memory_features(
-    kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec, planned: bool = True
+    kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec, planned: int = PLANNED
 ) -> tuple[list[str], Array]:
     """Names and (rows, features) matrix for a memory-bound kernel on (rows, columns) = (m, k).
 
@@ -82,7 +103,7 @@ def memory_features(
         k: Columns.
         groups: 1.
         hardware: The GPU.
-        planned: With what is known of its launch; without, as models have it that were fitted before.
+        planned: As of `features`.
     """
     moved = moved_bytes(KERNELS[kernel], m, n, k, groups)
     columns: dict[str, Array] = {
@@ -108,7 +129,7 @@ def memory_features(
 
 
 def features(
-    kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec, planned: bool = True
+    kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec, planned: int = PLANNED
 ) -> tuple[list[str], Array]:
     """Feature names and matrix of calls of one kernel.
 
@@ -119,8 +140,7 @@ def features(
         k: Contracted dimension (columns of a memory-bound kernel's input).
         groups: Products in one call.
         hardware: The GPU.
-        planned: With what is known of a memory-bound kernel's launch, or of one product of many; without, as models have
-            it that were fitted before.
+        planned: How much of what is known of a launch, `PLANNED` at most; models that were fitted before have less.
     """
     if "gemm" in KERNELS[kernel].kind:
         return gemm_features(kernel, m, n, k, groups, hardware, planned)

@@ -35,6 +35,7 @@ from perfmodel import hardware as hardware_module
 from perfmodel.calls import columns_of
 from perfmodel.cells import Cells
 from perfmodel.data_folder import data_folder
+from perfmodel.features import PLANNED
 from perfmodel.fresh import Fresh, raise_bounds, raise_factors, shown
 from perfmodel.hardware import HardwareSpec
 from perfmodel.held_out import (
@@ -79,8 +80,12 @@ NEVER_SEEN = {
     "blind11": "held_out_blind11",
     "blind12": "held_out_blind12",
     "blind13": "held_out_blind13",
+    "blind14": "held_out_blind14",
     "blind_long": "held_out_blind_long",
     "blind_towers": "held_out_blind_towers",
+    "blind_towers2": "held_out_blind_towers2",
+    "zoo_large": "held_out_models_large",
+    "blind_large": "held_out_blind_large",
     "blind_memory": "held_out_blind_memory",
     "blind_memory2": "held_out_blind_memory2",
     "blind_memory3": "held_out_blind_memory3",
@@ -225,7 +230,7 @@ def fit(
             **({"wider_where_few": list(few[kind])} if (kind := KERNELS[kernel].kind) in few else {}),
             "network": mine.network is not None,
             "choice": mine.choice is not None,
-            "planned": True,
+            "planned": PLANNED,
             "least_us": mine.least_us,
             **({"regret": beside["geomean"]} if (beside := regret_beside_bf16(timings, predicted, kernel)) else {}),
             "range": _range(rows, elsewhere.get(kernel)),
@@ -253,6 +258,8 @@ def fit(
         # Who measures again may meet a low clock, too.
         "repeat_on_another_machine": repeat_difference(everything),
     }
+    # A GPU that a user measures need have none of the sweeps that are drawn here, but for whole models.
+    of_sweeps = {key for sweep, key in NEVER_SEEN.items() if sweep != "zoo"}
     manifest = {
         "schema_version": SCHEMA_VERSION,
         "hardware": hardware.name,
@@ -266,7 +273,7 @@ def fit(
         **{name: value for name, value in judged.items() if value is not None},
         **(
             {"not_measured": missing}
-            if (missing := [name for name, value in judged.items() if value is None and not name.startswith("held_out_blind")])
+            if (missing := [name for name, value in judged.items() if value is None and name not in of_sweeps])
             else {}
         ),
         "kernels": kernels,

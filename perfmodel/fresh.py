@@ -28,8 +28,8 @@ Array = npt.NDArray[np.float64]
 Powers = Mapping[str, Sequence[float]]
 """By family, a power for each size class."""
 CLASSES = len(SIZE_CLASSES_US) + 1
-# Whole models' shapes, which are kept for judging alone.
-KEPT = "zoo"
+# Whole models' shapes, and calls beyond what is fitted: kept for judging alone.
+KEPT = ("zoo", "zoo_large", "blind_large")
 # A family counts beside so many rows that ask for no other width, a size class beside so many as its family. With these, each
 # family of 200 rows of an H200's and an H100's fresh sweeps is inside 88% to 92%, of sweeps that had no say; with half as many,
 # each of an H200's, and all but one of an H100's, which has a sixth of its fresh times.
@@ -68,7 +68,8 @@ class Fresh:
     def of(cls, rows: pd.DataFrame, predicted: Array, bounds: Array) -> Fresh:
         """Rows that no fit saw, with `kernel`, `sweep`, `p50_us`, `shared` and `settled`, beside predictions.
 
-        The sweep `KEPT` has no say, nor have GEMMs that were timed beside other processes, nor what was timed at another's clock.
+        The sweeps `KEPT` have no say, nor have GEMMs that were timed beside other processes, nor what was timed at another's
+        clock.
 
         Args:
             rows: As `perfmodel.measured.read_timings` has them.
@@ -82,7 +83,7 @@ class Fresh:
         gemm = np.array(["gemm" in KERNELS[name].kind for name in rows["kernel"]], dtype=bool)
         sweep = rows["sweep"].to_numpy(dtype=object)
         shared, settled = (rows[name].to_numpy(dtype=bool) for name in ("shared", "settled"))
-        heard = (sweep != KEPT) & settled & ~(gemm & shared)
+        heard = ~np.isin(sweep.astype(str), KEPT) & settled & ~(gemm & shared)
         return cls(_families(rows), size_class(predicted), sweep, needed, heard)
 
     def powers(self, without: str | None = None) -> Powers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -110,21 +111,60 @@ def plan_of(m: int, n: int, k: int, fast: bool = True) -> Plan:
     return Plan(swapped, tile.rows, tile.columns, parts, tile.stages, tile.warps)
 
 
-def parts_of_many(shapes: Sequence[tuple[int, int, int]], fast: bool = True) -> list[int]:
-    """The parts of K in the plan of each shape (M, N, K): as `plan_of` finds them, of many shapes at once."""
-    m, n, k = np.array(shapes, dtype=np.int64).reshape(-1, 3).T
+class Plans(NamedTuple):
+    """The plans of many GEMMs, each an array of as many.
+
+    Attributes:
+        swapped: As of `Plan`, as the next four.
+        rows: Of a tile of outputs.
+        columns: Of a tile.
+        parts: Parts of K.
+        stages: Steps of 128 along K that are loaded ahead.
+        resident: Programs that a multiprocessor holds at once.
+        tiles_down: Tiles along a tile's rows.
+        tiles_across: Tiles along its columns.
+        steps: Steps of 128 along K of a part.
+        ns: The estimate by which it was chosen, in nanoseconds.
+    """
+
+    swapped: npt.NDArray[np.bool_]
+    rows: Whole
+    columns: Whole
+    parts: Whole
+    stages: Whole
+    resident: Whole
+    tiles_down: Whole
+    tiles_across: Whole
+    steps: Whole
+    ns: Array
+
+
+def plans_of_many(m: npt.ArrayLike, n: npt.ArrayLike, k: npt.ArrayLike, fast: bool = True) -> Plans:
+    """The plan of each shape as `plan_of` finds it, of many shapes at once; arguments as there, arrays of whole numbers."""
+    m, n, k = (np.asarray(size, dtype=np.int64) for size in (m, n, k))
     swapped = (m < 64) & (m < n)
     high, wide, steps = np.where(swapped, n, m), np.where(swapped, m, n), -(-k // STEP)
-    least, chosen = np.full(len(m), np.inf), np.ones(len(m), dtype=np.int64)
-    for tile in _TILES:
+    least, tile_number, chosen = np.full(len(m), np.inf), np.zeros(len(m), dtype=np.int64), np.ones(len(m), dtype=np.int64)
+    for number, tile in enumerate(_TILES):
         tiles = -(-high // tile.rows) * -(-wide // tile.columns)
         for programs in (0, *_PROGRAMS):
             wanted = np.maximum(np.minimum(np.rint(programs / tiles).astype(np.int64), steps), 1)
             parts = -(-k // (STEP * -(-steps // wanted)))
             time = _estimated_many_ns(tile, tiles * parts, -(-steps // parts), parts, high * wide, fast)
-            better = (time < least) & ((programs == 0) | (programs > tiles))
-            least, chosen = np.where(better, time, least), np.where(better, parts, chosen)
-    return chosen.tolist()
+            better = np.flatnonzero((time < least) & ((programs == 0) | (programs > tiles)))
+            least[better], tile_number[better], chosen[better] = time[better], number, parts[better]
+    names = ("rows", "columns", "stages", "resident")
+    rows, columns, stages, resident = (np.array([getattr(tile, name) for tile in _TILES])[tile_number] for name in names)
+    return Plans(
+        swapped, rows, columns, chosen, stages, resident, -(-high // rows), -(-wide // columns), -(-steps // chosen), least
+    )
+
+
+def parts_of_many(shapes: Sequence[tuple[int, int, int]], fast: bool = True) -> list[int]:
+    """The parts of K in the plan of each shape (M, N, K)."""
+    m, n, k = np.array(shapes, dtype=np.int64).reshape(-1, 3).T
+    parts: list[int] = plans_of_many(m, n, k, fast).parts.tolist()
+    return parts
 
 
 def _estimated_many_ns(tile: _Tile, programs: Whole, steps: Whole, parts: Whole, outputs: Whole, fast: bool) -> Array:

@@ -143,9 +143,9 @@ class PerfModel:
         sizes = at_edge(sizes, self.manifest["kernels"][kernel]["range"])
         return Seen.of(kernel, sizes, self.hardware, self.choice(kernel), self.learned(kernel)[0], self.planned(kernel))
 
-    def planned(self, kernel: str) -> bool:
-        """Whether its trees were fitted with what is known of a memory-bound kernel's launch."""
-        return bool(self.manifest["kernels"][kernel].get("planned"))
+    def planned(self, kernel: str) -> int:
+        """With how much of what is known of a launch its trees were fitted (`perfmodel.features.PLANNED`)."""
+        return int(self.manifest["kernels"][kernel].get("planned", 0))
 
     def least_us(self, kernel: str) -> float:
         """The kernel's shortest call among those that were fitted, in microseconds; 0 of a model that does not say."""

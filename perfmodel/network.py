@@ -31,8 +31,9 @@ DECAY = 1e-2
 BEND = 0.3
 # Features further than this many standard deviations from the mean count as that far: outside the sweep it is constant.
 REACH = 4.0
-# Rows are multiplied in blocks of just this many, the last one filled up: a row's value then does not depend on those that
-# it came with, as it would in its last bits if the matrix library met another number of rows.
+# Rows are multiplied in blocks of just this many, the last one filled up: a row's value then does not depend on how many others
+# it came with. Nor does it on its place among them where the matrix library sums all rows in one order; its kernels for
+# processors with AVX2 and no AVX-512 sum half of them in another, which shows in the last bits of float32.
 _BLOCK = 512
 
 

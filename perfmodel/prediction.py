@@ -11,7 +11,7 @@ import numpy.typing as npt
 from perfmodel.calls import Sizes
 from perfmodel.cells import WELL_KNOWN, Cells
 from perfmodel.choice import Choice, with_choice
-from perfmodel.features import features
+from perfmodel.features import PLANNED, features
 from perfmodel.hardware import HardwareSpec
 from perfmodel.kernels import KERNELS
 from perfmodel.memory_costs import estimated_us
@@ -44,7 +44,9 @@ def size_class(time_us: Array) -> npt.NDArray[np.int64]:
     return np.searchsorted(np.asarray(SIZE_CLASSES_US), time_us, side="right")
 
 
-def baseline_us(kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec, planned: bool = True) -> Array:
+def baseline_us(
+    kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec, planned: int = PLANNED
+) -> Array:
     """What the trees correct, in microseconds: a memory-bound kernel's costs where they are known, else roofline and launch.
 
     Args:
@@ -161,7 +163,7 @@ class Seen(NamedTuple):
         hardware: HardwareSpec,
         choice: Choice | None,
         network: Network | None,
-        planned: bool = True,
+        planned: int = PLANNED,
     ) -> Seen:
         """Features, those of the kernel that is likely chosen, and what the network makes of both."""
         known = features(kernel, *sizes, hardware, planned)

@@ -15,7 +15,7 @@ from hil import measure as measuring
 from hil.collect import COLUMNS, SWEEPS, Timings, legal_runners, main, matching, read_shapes
 from hil.kernels import availability as kernels_room
 from hil.kernels.base import Shape
-from hil.shapes import grouped_shapes, tower_shapes
+from hil.shapes import gemm_shapes, grouped_shapes, large_shapes, tower_shapes
 from hil.timing import Timing, eager_call_us
 from perfmodel.kernels import KERNELS
 
@@ -136,7 +136,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr("hil.fingerprint.fingerprint", lambda: {"gpu": "made up"})
-    monkeypatch.setattr("hil.timing.BufferPool", lambda: None)
+    monkeypatch.setattr("hil.timing.BufferPool", lambda elements: None)
     monkeypatch.setattr(measuring, "measure_shape", measure)
     return SimpleNamespace(asked=asked, broken=broken)
 
@@ -442,6 +442,19 @@ def test_grouped_shapes_are_legal_for_the_grouped_kernels():
         assert not any(KERNELS[name].illegal(s.m, s.n, s.k) for s in shapes)
     assert {s.groups for s in shapes} >= {2, 26, 512}
     assert all(s.groups * max(s.m * s.k, s.n * s.k, s.m * s.n) <= 2**29 for s in shapes)
+
+
+def test_large_shapes_begin_where_the_others_end():
+    shapes = large_shapes(300, 5)
+    assert len(set(shapes)) == 300 and large_shapes(300, 5) == shapes != large_shapes(300, 6)
+
+    def large(shape):
+        return 2 * shape.m * shape.n * shape.k * shape.groups > 2.2e12 or shape.largest_operand > 2**29
+
+    assert all(map(large, shapes)) and not any(map(large, gemm_shapes(300, 5)))
+    assert max(shape.largest_operand for shape in shapes) <= 2**31
+    # As M, as K, and many products.
+    assert any(s.m > 2**20 for s in shapes) and any(s.k > 2**20 for s in shapes) and any(s.groups > 2**13 for s in shapes)
 
 
 def test_towers_have_few_groups_of_any_sizes():

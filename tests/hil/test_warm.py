@@ -70,7 +70,7 @@ def ahead(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
     monkeypatch.setattr("hil.fingerprint.fingerprint", lambda: {"gpu": "made up"})
-    monkeypatch.setattr("hil.timing.BufferPool", lambda: None)
+    monkeypatch.setattr("hil.timing.BufferPool", lambda elements: None)
     return order
 
 

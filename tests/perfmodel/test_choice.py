@@ -50,6 +50,17 @@ def test_a_name_is_taken_apart():
     assert parts_of(["gemv2T_kernel_val"])[0] == 4016
     kinds = {parts_of([name])[0] // 1000 for name in ("nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT", *older, "gemv2T", "unheard_of")}
     assert len(kinds) == 4
+    # As captured: a step along K of 128 and two under way; a form of a vector's product; 8 columns by 9 rows; 64 x 64.
+    captured = {
+        "cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_32x32_128x2_tn_align2": (2032, 32, 1282),
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize256x64x64_cgasize1x1x1_warpgroupsize1x1x1": (3256, 64, 640),
+        "_ZN8internal5gemvx6kernelIii13__nv_bfloat16S2_S2_fLb1ELb1ELb1ELb0ELi7ELb0E18cublasGemvParamsExIi30": (4016, 16, 7),
+        "_Z16gemmSN_TN_kernelIfLi128ELi16ELi2ELi4ELi8ELi9ELb0E30cublasGemvTensorStridedBatchedIK13": (10008, 9, 0),
+        "_Z20magma_sgemmEx_kernelIf13__nv_bfloat16S0_Lb1ELb0ELi6ELi4ELi6ELi3ELi4EEviii13BatchedTensoriS1": (11064, 64, 0),
+    }
+    for name, expected in captured.items():
+        told = dict(zip(PARTS, parts_of([name]), strict=True))
+        assert (told["tile_n"], told["tile_m"], told["shared_operand"]) == expected
 
 
 @pytest.fixture(scope="module")

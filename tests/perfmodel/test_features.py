@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from perfmodel import hardware
-from perfmodel.features import features
+from perfmodel.features import PLANNED, features
+from perfmodel.gemm_plan import plan_of
 
 SIZES = (
     np.array([192.0, 4096.0, 1.0]),
@@ -14,7 +15,7 @@ SIZES = (
 )
 
 
-def seen(kernel: str, planned: bool = True) -> dict[str, list[float]]:
+def seen(kernel: str, planned: int = PLANNED) -> dict[str, list[float]]:
     names, matrix = features(kernel, *SIZES, hardware.load("h200"), planned)
     return {name: matrix[:, number].tolist() for number, name in enumerate(names)}
 
@@ -37,5 +38,22 @@ def test_tiles_of_one_product_of_a_grouped_gemm():
 
 def test_models_fitted_before_see_what_they_saw():
     single = seen("torch/bf16")
-    assert list(seen("torch/bf16_batched", planned=False)) == list(single) == list(seen("torch/bf16", planned=False))
+    assert list(seen("torch/bf16_batched", 0)) == list(single) == list(seen("torch/bf16", 0))
     assert list(seen("torch/bf16_batched"))[: len(single)] == list(single)
+    ours = [list(seen("loka/fp8_rowwise_fast", planned)) for planned in (0, 1, PLANNED)]
+    assert ours[0] == ours[1] == list(single) == ours[2][: len(single)] and len(ours[2]) > len(single)
+
+
+def test_how_our_gemm_is_cut():
+    """192 x 2,048 of K = 64 and the rest, as `plan_of` says of each."""
+    found = seen("loka/fp8_rowwise_split")
+    plans = [plan_of(*(int(size) for size in shape), fast=False) for shape in zip(*SIZES[:3], strict=True)]
+    for name in ("rows", "columns", "stages", "swapped"):
+        assert found[f"plan_{name}"] == [getattr(plan, name) for plan in plans]
+    assert np.exp2(found["log2_plan_parts"]).tolist() == [plan.parts for plan in plans]
+    assert found["plan_last_step"] == [64, 100, 128] and plans[2].swapped
+    programs = [plan.parts * -(-high // plan.rows) * -(-wide // plan.columns)
+                for plan, (high, wide) in zip(plans, ((192, 2048), (4096, 4096), (129, 1)), strict=True)]  # fmt: skip
+    np.testing.assert_allclose(np.exp2(found["log2_plan_programs"]), programs)
+    np.testing.assert_allclose(np.exp2(found["log2_plan_each"]), [-(-number // 132) for number in programs])
+    np.testing.assert_allclose(found["plan_wave_fill"], [number / 132 / -(-number // 132) for number in programs])

@@ -61,10 +61,15 @@ def test_saved_and_loaded_it_predicts_the_same(learned):
 
 
 def test_a_rows_value_does_not_depend_on_its_company(learned):
+    """But for the rounding of a sum of 128 float32 in another order, where the matrix library has one for some rows."""
     net, matrix, _ = learned
     whole = net.predict(matrix[:6000])
-    np.testing.assert_array_equal(net.predict(matrix[5999::-1])[::-1], whole)
-    np.testing.assert_array_equal(np.concatenate([net.predict(matrix[i : i + 1]) for i in range(0, 6000, 200)]), whole[::200])
+    np.testing.assert_allclose(net.predict(matrix[5999::-1])[::-1], whole, rtol=0, atol=5e-6)
+    alone = np.concatenate([net.predict(matrix[i : i + 1]) for i in range(0, 6000, 200)])
+    np.testing.assert_allclose(alone, whole[::200], rtol=0, atol=5e-6)
+    # In the same place of a block it is the same to the bit, whatever is around it.
+    first = np.concatenate([net.predict(matrix[i : i + 1]) for i in range(0, 6000, 512)])
+    np.testing.assert_array_equal(first, whole[::512])
     assert net.predict(matrix[:0]).shape == (0,)
 
 

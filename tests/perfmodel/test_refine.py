@@ -96,14 +96,13 @@ def test_another_gpu_is_learned_from_few_rows(base, splits, refinements):
 
 
 def test_local_parts_beat_the_machine_part_alone(splits, refinements):
-    """Taking the local parts out of the refinements makes them worse on fresh shapes."""
+    """Taking the local parts out of the refinements makes each worse on fresh shapes, by over 5% together."""
     with_them, without = [], []
     for (_, fresh), refinement in zip(splits, refinements, strict=True):
         plain = {key: replace(value, method="machine", local=None) for key, value in refinement.corrections.items()}
         with_them.append(mape(refinement.model, fresh))
         without.append(mape(replace(refinement, corrections=plain).model, fresh))
-    methods = [value.method for refinement in refinements for value in refinement.corrections.values()]
-    assert methods.count("local") >= 8
+    assert (np.array(without) > with_them).all()
     assert np.mean(without) > 1.05 * np.mean(with_them)
 
 
@@ -487,7 +486,7 @@ def test_predict_keeps_order(base, refinement):
     })  # fmt: skip
     whole = refinement.model.predict(frame)
     some = frame.sample(500, random_state=1)
-    np.testing.assert_allclose(refinement.model.predict(some), whole.loc[some.index], rtol=1e-9)
+    np.testing.assert_allclose(refinement.model.predict(some), whole.loc[some.index], rtol=1e-6)  # float32 sums
 
 
 def test_machine_part_recovers_known_coefficients():
