@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+import perfmodel
+from loka_sim.dispatch.baselines import filter_rowwise, filter_tensorwise
 from perfmodel.calls import columns_of
 from perfmodel.hardware import HardwareSpec
-from perfmodel.kernels import KERNELS
+from perfmodel.held_out import accuracy, choice_regret
+from perfmodel.judge import SHAPE
+from perfmodel.kernels import GEMM_KERNELS, KERNELS
 from perfmodel.roofline import roofline_us
+
+if TYPE_CHECKING:
+    from time_model import Data
 
 Array = npt.NDArray[np.float64]
 
@@ -91,3 +99,74 @@ class MatmulHeuristics:
             if found := self._interface.get(problem, 1, precision):
                 times[index] = 1e6 * found[0]["runtime"]
         return times
+
+
+def compare(data: Data) -> None:
+    """Others on the same held-out shapes."""
+    rows, ours = data.judged()
+    rows = rows.assign(ours=ours)
+    rows = rows[rows["kernel"].isin(GEMM_KERNELS) & (rows["kernel"].str.startswith("torch/"))].reset_index(drop=True)
+    fold = rows.merge(data.rows.assign(fold=data.fold)[[*SHAPE, "fold"]].drop_duplicates(SHAPE), on=SHAPE, how="left")["fold"]
+    measured = rows["p50_us"].to_numpy()
+    predictions = {"loka-sim": rows["ours"].to_numpy()}
+    for peer, make in PEERS.items():
+        predictions[peer] = np.full(len(rows), np.nan)
+        for name in rows["kernel"].unique():
+            everything = data.rows[data.rows["kernel"] == name]
+            for number in data.folds:
+                test = ((rows["kernel"] == name) & (fold == number)).to_numpy()
+                known = everything[data.fold[everything.index] != number]
+                predictions[peer][test] = make(str(name), known, rows[test], data.hardware)
+    try:
+        heuristics = MatmulHeuristics()
+        predictions["nvMatmulHeuristics"] = np.full(len(rows), np.nan)
+        for name in rows["kernel"].unique():
+            mine = (rows["kernel"] == name).to_numpy()
+            predictions["nvMatmulHeuristics"][mine] = heuristics(str(name), rows[mine])
+    except ModuleNotFoundError as absent:
+        print(absent, file=sys.stderr)
+    print("\nPeers on the same held-out shapes of torch's GEMMs; regret of the choice among them, without and with quantization")
+    print(f"{'':28s} {'n':>6s} {'MAPE':>7s} {'median':>7s} {'p90':>7s} {'worst':>7s} {'regret':>8s} {'quantized':>10s}")
+    model = perfmodel.load(data.hardware.name)
+    added = quantization(rows, model)
+    for peer, predicted in predictions.items():
+        known = np.isfinite(predicted)
+        result = accuracy(measured[known], predicted[known])
+        regrets = [regret_of(rows[known], predicted[known], extra[known]) for extra in (np.zeros(len(rows)), added)]
+        shown = f"{regrets[0]:8.2%} {regrets[1]:10.2%}"
+        print(
+            f"{peer:28s} {result['n']:6.0f} {result['mape']:7.1%} {result['median']:7.1%} {result['p90']:7.1%} "
+            f"{result['worst']:7.0%} {shown}"
+        )
+    for name, wants in (("tensorwise", filter_tensorwise), ("rowwise", filter_rowwise)):
+        kernel = f"torch/fp8_{name}_fast"
+        chosen = [
+            (row.kernel == kernel) if wants(int(row.n), int(row.k)) else (row.kernel == "torch/bf16") for row in rows.itertuples()
+        ]
+        score = np.where(chosen, 0.0, 1.0)
+        both = rows["kernel"].isin(["torch/bf16", kernel]).to_numpy()
+        regrets = [
+            regret_of(rows[both], score[both], extra[both], chosen_by_score=True) for extra in (np.zeros(len(rows)), added)
+        ]
+        print(f"torchao's filter, {name:11s} {'':38s} {regrets[0]:8.2%} {regrets[1]:10.2%}")
+
+
+def quantization(rows: pd.DataFrame, model: perfmodel.PerfModel) -> Array:
+    """Time of quantizing both operands of each FP8 row, as the shipped model has it (its own accuracy: `accuracy`)."""
+    extra = np.zeros(len(rows))
+    for name, index in rows.groupby("kernel").indices.items():
+        spec = KERNELS[str(name)]
+        for recipe, size in ((spec.recipe_a, "m"), (spec.recipe_b, "n")):
+            if spec.is_fp8 and recipe is not None:
+                part = rows.iloc[index]
+                quantizer = f"torch/quantize_{recipe.partition('/')[2]}"
+                calls = pd.DataFrame({"kernel": quantizer, "m": part[size], "n": 1, "k": part["k"]})
+                extra[index] += model.predict(calls)["time_us"].to_numpy()
+    return extra
+
+
+def regret_of(rows: pd.DataFrame, predicted: Array, extra: Array, chosen_by_score: bool = False) -> float:
+    """Regret of choosing by `predicted` (plus `extra`, unless it is a score) when each row costs its time plus `extra`."""
+    frame = rows.assign(p50_us=rows["p50_us"] + extra)
+    result = choice_regret(frame, predicted if chosen_by_score else predicted + extra)
+    return result["geomean"] if result else float("nan")
