@@ -89,9 +89,10 @@ def fresh(data: Data, classes: bool = False) -> None:
     }
     families = {name: mine for name, mine in families.items() if mine.any()}
     usual = ~np.isin(of, list(APART.values()))
+    among = rows[usual].reset_index(drop=True)
     print(f"\n{HEAD}")
     for name, mine in families.items():
-        regret = fit.regret_beside_bf16(rows[usual].reset_index(drop=True), predicted[usual], name)
+        regret = fit.regret_beside_bf16(among, predicted[usual], name)
         print(line(name, accuracy(rows["p50_us"].to_numpy()[mine], predicted[mine], bounds[mine]), regret).rstrip())
     for some, what in ((usual, ""), (of == "large", " of the largest calls"), (of == "any sizes", " of any sizes")):
         if some.any():

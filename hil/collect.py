@@ -148,7 +148,6 @@ def collect(
     from hil.timing import POOL_ELEMENTS, BufferPool
 
     started, rows = time.time(), 0
-    # An operand takes half of the pool at most.
     pool = BufferPool(elements=max([POOL_ELEMENTS, *(2 * shape.largest_operand for shape, _ in work)]))
     # GEMMs are not compiled by torch.compile, whose import takes seconds.
     with nullcontext() if family == "gemm" else locked_autotune(lock):

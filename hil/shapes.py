@@ -19,6 +19,10 @@ _MAX_OPERAND = 2**29
 _LARGEST_FLOPS, _LARGEST_OPERAND, _LARGEST_OUTPUT = 2e13, 2**31, 2**30
 
 
+def _log_uniform(rng: np.random.Generator, smallest: int, largest: int) -> float:
+    return float(np.exp(rng.uniform(np.log(smallest), np.log(largest))))
+
+
 def _feature(rng: np.random.Generator, largest: int = 8192, odd: float = 0.08) -> int:
     draw = rng.random()
     if draw < odd:
@@ -27,14 +31,14 @@ def _feature(rng: np.random.Generator, largest: int = 8192, odd: float = 0.08) -
     if draw < 0.6:
         choice = [f for f in _ROUND_FEATURES if f <= largest]
         return int(rng.choice(choice))
-    return 16 * max(1, round(float(np.exp(rng.uniform(np.log(16), np.log(largest)))) / 16))
+    return 16 * max(1, round(_log_uniform(rng, 16, largest) / 16))
 
 
 def _rows(rng: np.random.Generator, smallest: int = 256, largest: int = 65536) -> int:
     if rng.random() < 0.6:
         exponents = np.arange(np.log2(smallest), np.log2(largest) + 1)
         return int(2 ** rng.choice(exponents))
-    return 64 * max(1, round(float(np.exp(rng.uniform(np.log(smallest), np.log(largest)))) / 64))
+    return 64 * max(1, round(_log_uniform(rng, smallest, largest) / 64))
 
 
 def gemm_shapes(count: int, seed: int) -> list[Shape]:
@@ -85,7 +89,7 @@ def wide_shapes(count: int, seed: int) -> list[Shape]:
     shapes: dict[Shape, None] = {}
     while len(shapes) < count:
         rows = _rows(rng, 256, 16384)
-        wide = 256 * max(16, round(float(np.exp(rng.uniform(np.log(4096), np.log(32768)))) / 256))
+        wide = 256 * max(16, round(_log_uniform(rng, 4096, 32768) / 256))
         pair = [wide, max(64, _feature(rng, 16384, 0.05))]
         first, second = pair if rng.random() < 0.5 else pair[::-1]
         shape = Shape(first, second, rows) if rng.random() < 0.3 else Shape(rows, first, second)
@@ -110,7 +114,7 @@ def large_shapes(count: int, seed: int) -> list[Shape]:
             first, second = (_feature(rng, 2048, 0.05) if tall else 128 * int(rng.integers(16, 257)) for _ in range(2))
             shape = Shape(first, second, rows) if as_k else Shape(rows, first, second)
         else:
-            m, n, k = (8 * max(1, round(float(np.exp(rng.uniform(np.log(8), np.log(512)))) / 8)) for _ in range(3))
+            m, n, k = (8 * max(1, round(_log_uniform(rng, 8, 512) / 8)) for _ in range(3))
             shape = Shape(m, n, k, _rows(rng, 8192, 262144))
         work, output = 2.0 * shape.groups * shape.m * shape.n * shape.k, shape.groups * shape.m * shape.n
         large = work > _MAX_FLOPS or shape.largest_operand > _MAX_OPERAND
@@ -127,7 +131,7 @@ def odd_shapes(count: int, seed: int) -> list[Shape]:
     rng = np.random.default_rng(seed)
 
     def size(largest: int) -> int:
-        value = float(np.exp(rng.uniform(0, np.log(largest))))
+        value = _log_uniform(rng, 1, largest)
         if rng.random() < 0.2:
             return int(2 ** round(np.log2(value)))
         step = int(2 ** rng.integers(0, 7))
@@ -166,7 +170,7 @@ def interaction_shapes(count: int, seed: int) -> list[Shape]:
         if draw < 0.5:
             return int(rng.choice((8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)))
         if draw < 0.8:
-            return 8 * max(1, round(float(np.exp(rng.uniform(np.log(8), np.log(512)))) / 8))
+            return 8 * max(1, round(_log_uniform(rng, 8, 512) / 8))
         return int(rng.choice((1, 2, 4, 13, 26, 27, 36, 39, 100, 351)))
 
     shapes: dict[Shape, None] = {}
@@ -204,13 +208,13 @@ def tower_shapes(count: int, seed: int) -> list[Shape]:
     rng = np.random.default_rng(seed)
 
     def size(smallest: int, largest: int) -> int:
-        value = float(np.exp(rng.uniform(np.log(smallest), np.log(largest))))
+        value = _log_uniform(rng, smallest, largest)
         step = int(2 ** rng.integers(0, 6))
         return step * max(1, round(value / step))
 
     shapes: dict[Shape, None] = {}
     while len(shapes) < count:
-        groups, as_k = int(round(np.exp(rng.uniform(np.log(2), np.log(512))))), rng.random() < 0.4
+        groups, as_k = round(_log_uniform(rng, 2, 512)), rng.random() < 0.4
         smallest, largest = (256, 262144) if as_k else (16, 65536)
         rows = _rows(rng, smallest, largest) if rng.random() < 0.5 else size(smallest, largest)
         first, second = (_feature(rng, 2048, 1.0) if rng.random() < 0.4 else size(1, 2048) for _ in range(2))
@@ -269,7 +273,7 @@ def narrow_memory_shapes(count: int, seed: int) -> list[Shape]:
     rng = np.random.default_rng(seed)
 
     def few(largest: int) -> int:
-        return int(np.exp(rng.uniform(0, np.log(largest + 1))))
+        return int(_log_uniform(rng, 1, largest + 1))
 
     shapes: dict[Shape, None] = {}
     while len(shapes) < count:

@@ -24,6 +24,8 @@ MIN_LAUNCHES = 4
 SINGLE_BYTES = 3.5e9
 # A call of longer is made once a turn.
 SINGLE_US = 2e3
+# Values of each dtype that operands are cut from, each out of a half (`BufferPool.view`).
+POOL_ELEMENTS = 2**30
 _KEPT_VIEWS = 2048
 
 
@@ -126,9 +128,6 @@ def eager_call_us(launch: Callable[[int], object], kernel_us: float, budget_ms: 
         torch.cuda.synchronize()
         samples.append(1e6 * (time.perf_counter() - start) / calls)
     return statistics.median(samples[1:])
-
-
-POOL_ELEMENTS = 2**30
 
 
 class BufferPool:

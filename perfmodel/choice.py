@@ -42,8 +42,10 @@ _UNHEARD_OF = 9
 _HOPPER = re.compile(r"nvjet_sm90_\w+?_(\d+)x(\d+)_\d+x\d+_(\d+)x(\d+)_([hv])_")
 _TILE = re.compile(r"(?:_|tilesize)(\d+)x(\d+)[_x]")
 _STEPS = re.compile(r"_\d+x\d+_(\d+)x(\d+)_t|tilesize\d+x\d+x(\d+)_|gemvx\w+?Li(\d+)E")
-# A product of a few rows takes 8 columns and all of so many rows at once; a matrix product without tensor cores 64 x 64.
-_ROWS_AT_ONCE, _COLUMNS_AT_ONCE, _OLDEST_TILE = re.compile(r"gemmSN\w*?(?:ELi\d+){4}ELi(\d+)E"), 8, 64
+# A product of a few rows takes 8 columns and all of the rows that its name tells at once.
+_FEW_ROWS, _FEW_ROWS_COLUMNS = re.compile(r"gemmSN\w*?(?:ELi\d+){4}ELi(\d+)E"), 8
+# The tile of a product without tensor cores.
+_MAGMA_TILE = 64
 # Extents of tiles that the network is told the fill of, and of pairs (M, N) the waves.
 _FILLS = {"m": (64, 128, 192, 256), "n": (8, 16, 32, 64, 96, 128, 160, 192, 256), "k": (32, 64, 128)}
 _WAVES_M, _WAVES_N = (64, 128, 192, 256), (16, 32, 64, 96, 128, 160, 192, 256)
@@ -80,10 +82,10 @@ def _older_tile(main: str, kind: int) -> tuple[int, int]:
     high, wide = 16, 16
     if found := _TILE.search(main):
         high, wide = int(found[1]), int(found[2])
-    elif found := _ROWS_AT_ONCE.search(main):
-        high, wide = _COLUMNS_AT_ONCE, int(found[1])
+    elif found := _FEW_ROWS.search(main):
+        high, wide = _FEW_ROWS_COLUMNS, int(found[1])
     elif "magma" in main:
-        high = wide = _OLDEST_TILE
+        high = wide = _MAGMA_TILE
     return high + _KIND * kind, wide
 
 

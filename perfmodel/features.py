@@ -14,7 +14,8 @@ from perfmodel.roofline import flops, moved_bytes, roofline_us
 
 Array = npt.NDArray[np.float64]
 
-# How much is known of a launch: nothing; what is of memory-bound kernels and of one product of many; and how our GEMM is cut.
+# How much is told of a launch: 0 nothing, 1 what is known of memory-bound kernels and of one product of many, 2 how our GEMM is
+# cut, too.
 PLANNED = 2
 # Output tiles that cuBLAS and CUTLASS use on Hopper for bf16 and FP8 (M x N).
 TILES = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 128))

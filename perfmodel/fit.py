@@ -13,10 +13,11 @@ Where `launches.parquet` (`hil.launches`) lies beside the timings, each GEMM ker
 
 Accuracy comes from two sources. Cross-validation holds out whole shapes, every kernel's row of a shape together; what
 calibrates the intervals holds out whole runs (`perfmodel.held_out`). The sweep `zoo` holds the shapes of whole models, those
-called `blind` shapes drawn as the fitted ones were, each first looked at after a fit (`NEVER_SEEN`): none is fitted to, nor is
-any swept row of a shape that they have, so the shipped trees are judged on models and shapes that they have not seen. The sweep
-`repeat` is a second measurement of known shapes on another machine, the floor that no model can beat; `again` one in the reverse
-order. What was timed at a clock that an earlier shape had lowered (`perfmodel.steady`) is neither fitted nor judged.
+called `blind` shapes drawn anew, most as the fitted ones were, each first looked at after a fit (`NEVER_SEEN`): none is fitted
+to, nor is any swept row of a shape that they have, so the shipped trees are judged on models and shapes that they have not
+seen. The sweep `repeat` is a second measurement of known shapes on another machine, the floor that no model can beat; `again`
+one in the reverse order. What was timed at a clock that an earlier shape had lowered (`perfmodel.steady`) is neither fitted nor
+judged.
 """
 
 from __future__ import annotations
@@ -66,33 +67,12 @@ __all__ = [
 
 # Sweeps whose shapes no fitted row may have, and what the manifest calls what they judge.
 NEVER_SEEN = {
-    "zoo": "held_out_models",
-    "blind": "held_out_blind",
-    "blind2": "held_out_blind2",
-    "blind3": "held_out_blind3",
-    "blind4": "held_out_blind4",
-    "blind5": "held_out_blind5",
-    "blind6": "held_out_blind6",
-    "blind7": "held_out_blind7",
-    "blind8": "held_out_blind8",
-    "blind9": "held_out_blind9",
-    "blind10": "held_out_blind10",
-    "blind11": "held_out_blind11",
-    "blind12": "held_out_blind12",
-    "blind13": "held_out_blind13",
-    "blind14": "held_out_blind14",
-    "blind_long": "held_out_blind_long",
-    "blind_towers": "held_out_blind_towers",
-    "blind_towers2": "held_out_blind_towers2",
-    "zoo_large": "held_out_models_large",
-    "blind_large": "held_out_blind_large",
-    "blind_memory": "held_out_blind_memory",
-    "blind_memory2": "held_out_blind_memory2",
-    "blind_memory3": "held_out_blind_memory3",
-    "blind_memory4": "held_out_blind_memory4",
-    "blind_memory5": "held_out_blind_memory5",
-    "blind_memory6": "held_out_blind_memory6",
-}
+    sweep: f"held_out_{sweep.replace('zoo', 'models')}"
+    for sweep in (
+        "zoo", "blind", *(f"blind{number}" for number in range(2, 15)), "blind_long", "blind_towers", "blind_towers2",
+        "zoo_large", "blind_large", "blind_memory", *(f"blind_memory{number}" for number in range(2, 7)),
+    )
+}  # fmt: skip
 TORCH_GEMMS = tuple(name for name in GEMM_KERNELS if library_of(name) == "torch")
 HELD_OUT_SWEEPS = (*NEVER_SEEN, "repeat", "again", "own_clock", "queued", "queued_alone")
 # A kernel with fewer rows is left out; one that another GPU's model knows needs fewer.
