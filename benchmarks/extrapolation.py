@@ -18,7 +18,7 @@ from perfmodel.cells import Cells
 from perfmodel.choice import Choice
 from perfmodel.hardware import HardwareSpec
 from perfmodel.held_out import COVERAGE, accuracy
-from perfmodel.kernels import GEMM_KERNELS
+from perfmodel.kernels import KERNELS
 from perfmodel.learn import learn_first, measured_range, predict_doubting, train
 from perfmodel.parallel import each
 from perfmodel.prediction import bounds_of, gap_octaves, octaves_beyond, wider
@@ -57,7 +57,7 @@ def one_octave(data: Any) -> Iterator[tuple[str, dict[str, float]]]:
         found = {f"largest octave of {name}": size > largest[name] / 2 for name, size in sizes(frame).items()}
         return {**found, f"K = {UNSEEN_K}": columns_of(frame)[2] == UNSEEN_K}
 
-    for label, rows in _extrapolated(data, GEMM_KERNELS, regions):
+    for label, rows in _extrapolated(data, [name for name, spec in KERNELS.items() if "gemm" in spec.kind], regions):
         yield label, accuracy(*(rows[name].to_numpy() for name in ("measured", "predicted")), rows[["low", "high"]].to_numpy())
 
 
