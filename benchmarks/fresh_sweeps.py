@@ -33,6 +33,7 @@ DRAWN = "Fresh shapes or operands"
 TITLES = {
     "zoo": "Whole models", "blind": "Fresh shapes, of many processes", "blind2": "Fresh shapes, of many processes",
     "blind4": "Fresh shapes of `collect --gpu`", "blind14": "Shapes of any sizes",
+    "blind15": "Shapes of any sizes as people write them",
     "blind_long": "Few products of long K", "blind_towers": "Few products of any sizes",
     "blind_towers2": "Few products of any sizes", "zoo_large": "Whole models' largest calls", "blind_large": "The largest calls",
 }  # fmt: skip
@@ -47,7 +48,7 @@ MANY_WORKERS = {"h200": ("blind", "blind2")}
 # Those of few products of any sizes, mostly ones that 8 does not divide, of which few were fitted.
 FEW_PRODUCTS = ("blind_long", "blind_towers", "blind_towers2")
 # And those of which each kernel has few, by what they are: of the largest batches; of any sizes, drawn unlike what was fitted.
-APART = {"zoo_large": "large", "blind_large": "large", "blind14": "any sizes"}
+APART = {"zoo_large": "large", "blind_large": "large", "blind14": "any sizes", "blind15": "any sizes"}
 OWN_CLOCK = {"h200": ("blind_memory", "blind_memory3"), "h100": ("blind_memory", "blind_memory2")}
 
 

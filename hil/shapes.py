@@ -225,6 +225,42 @@ def tower_shapes(count: int, seed: int) -> list[Shape]:
     return list(shapes)
 
 
+def any_shapes(count: int, seed: int) -> list[Shape]:
+    """`count` distinct GEMMs as people write sizes down, to judge by: no other draw, and nothing fitted, is drawn so.
+
+    Sizes are log-uniform: 3 in 10 brought to four steps an octave, 3 in 10 to one or two decimal digits, 2 in 10 to multiples of
+    16, 2 in 10 left as they are; in half of the shapes N and K are multiples of 16 besides. 7 in 10 are single, M 64 to 524,288,
+    N and K 16 to 16,384; the others 2 to 4,096 products, M and N 8 to 2,048, K 8 to 4,096. In 3 of 10 M and K are exchanged.
+    """
+    rng = np.random.default_rng(seed)
+
+    def size(smallest: int, largest: int) -> int:
+        value, draw = _log_uniform(rng, smallest, largest), rng.random()
+        if draw < 0.3:
+            step = 2.0 ** (np.floor(np.log2(value)) - 2)
+        elif draw < 0.6:
+            step = 10.0 ** (np.floor(np.log10(value)) - int(rng.integers(0, 2)))
+        else:
+            step = 16.0 if draw < 0.8 else 1.0
+        return max(1, round(max(1, round(value / step)) * step))
+
+    shapes: dict[Shape, None] = {}
+    while len(shapes) < count:
+        single, aligned, swapped = (rng.random() < share for share in (0.7, 0.5, 0.3))
+        if single:
+            m, n, k, groups = size(64, 524288), size(16, 16384), size(16, 16384), 1
+        else:
+            m, n, k, groups = size(8, 2048), size(8, 2048), size(8, 4096), size(2, 4096)
+        if swapped:
+            m, k = k, m
+        if aligned:
+            n, k = (16 * max(1, round(value / 16)) for value in (n, k))
+        shape = Shape(m, n, k, groups)
+        if shape.largest_operand <= _MAX_OPERAND // 2 and 2.0 * groups * m * n * k <= _MAX_FLOPS:
+            shapes[shape] = None
+    return list(shapes)
+
+
 def mixed_shapes(count: int, seed: int) -> list[Shape]:
     """`gemm_shapes` with a tenth as many `batched_shapes` spread among them."""
     shapes = gemm_shapes(count, seed)
@@ -299,6 +335,7 @@ SWEEPS = {
     ("gemm", "interaction"): (interaction_shapes, 1600),
     ("gemm", "grouped"): (grouped_shapes, 500),
     ("gemm", "tower"): (tower_shapes, 1600),
+    ("gemm", "any"): (any_shapes, 400),
     ("memory", "lrm"): (memory_shapes, 320),
     ("memory", "wide"): (wide_memory_shapes, 100),
     ("memory", "narrow"): (narrow_memory_shapes, 120),
