@@ -40,6 +40,9 @@ SHARED_GROUPED_US = 0.7
 # torch.compile makes, timed by 15 workers, and then by one process, the same binaries: 0.33 to 0.36 us a launch in every class
 # from 1 to 100 us. Of our own and FBGEMM's, timed on two machines, 0.31 to 0.35.
 SHARED_LAUNCH_US = 0.345
+# Beside the timings of memory-bound kernels: which of those that several workers took are as long all the same as one process
+# reads them (`perfmodel.fit_alone`).
+ALONE_FILE = "memory_alone.json"
 # A GPU that runs nothing but FBGEMM's GEMMs keeps a higher clock than one with torch's among them, as a training step has it:
 # 170 shapes of the sweep `dense`, timed once so and once beside torch's (sweep `beside`), took so many times as long, by the
 # median of those beyond 100 us at half the kernel's best rate or more (22, 19 and 14 shapes); all others as long. Our own, which
@@ -57,8 +60,10 @@ def read_timings(hardware: str, folder: Path | None = None) -> pd.DataFrame:
 
     The column `run` numbers the runs of `hil.collect` that the rows come from, as the sidecars tell them; without a sidecar
     each sweep counts as one. What several workers measured is brought to the level of one process (`SHARED_US`,
-    `SHARED_GROUPED_US`, `SHARED_LAUNCH_US`; the column `shared` says which were), what cool GEMMs took by themselves to that
-    of a step (`ALONE_SHARE`). The column `settled` says which rows were timed at a clock of their own (`perfmodel.steady`).
+    `SHARED_GROUPED_US`, `SHARED_LAUNCH_US`; the column `shared` says which were), but for what is known to have been timed at
+    that level (`timed_alone`), what cool GEMMs took by themselves to that of a step (`ALONE_SHARE`). The column `settled` says
+    which rows were timed at a clock of their own (`perfmodel.steady`), `own_clock` which kernels torch.compile's own clock chose
+    among its candidates, as sidecars tell it (`hil.candidates`).
 
     Args:
         hardware: A name of `perfmodel.hardware.available()`.
@@ -80,11 +85,10 @@ def read_timings(hardware: str, folder: Path | None = None) -> pd.DataFrame:
         frame = frame.assign(**{name: value for name, value in (("groups", 1), ("sweep", "own")) if name not in frame})
         if not np.isfinite(frame["p50_us"]).all():
             raise ValueError(f"{path} has a p50_us that is not finite; measure it again with: python -m hil.collect")
-        run, shared = _runs(path, frame)
         first = 1 + max((int(known["run"].max()) for known in frames if len(known)), default=-1)
-        frame = frame.assign(run=first + run, shared=shared)
+        frame = told_by_runs(path, frame, first)
         frame["settled"] = settled(frame)
-        frame = of_a_step(of_one_process(frame, shared))
+        frame = of_a_step(of_one_process(frame, frame["shared"].to_numpy() & ~timed_alone(path, frame)))
         modelled = [name in KERNELS and KERNELS[name].kind != "linear" for name in frame["kernel"]]
         unknown = sorted(set(frame["kernel"]) - set(KERNELS))
         if unknown:
@@ -130,23 +134,56 @@ def of_a_step(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.assign(**{name: frame[name] * factor for name in moved})
 
 
+def told_by_runs(path: Path, frame: pd.DataFrame, first: int = 0) -> pd.DataFrame:
+    """The timings at `path` with what their sidecar tells: `run`, numbered from `first`, `shared` and `own_clock`."""
+    run, shared, own_clock = _runs(path, frame)
+    torchs = (frame["kernel"].map(library_of) == "torch").to_numpy(dtype=bool)
+    return frame.assign(run=first + run, shared=shared, own_clock=own_clock & torchs)
+
+
 def runs_shared(path: Path, frame: pd.DataFrame) -> npt.NDArray[np.bool_]:
     """Whether each row of the timings at `path` was measured by a run of several workers, (rows,)."""
     return _runs(path, frame)[1]
 
 
-def _runs(path: Path, frame: pd.DataFrame) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Number of each row's run, from 0, and whether it had several workers, by the sidecar; by sweep where it tells nothing."""
+def timed_alone(path: Path, frame: pd.DataFrame) -> npt.NDArray[np.bool_]:
+    """Which rows of the timings at `path` several workers took as one process would have, (rows,), by `ALONE_FILE` beside them.
+
+    None where there is no such file, of another family's timings, and of rows that were added since it was made.
+    """
+    alone, known = np.zeros(len(frame), dtype=bool), path.with_name(ALONE_FILE)
+    if path.stem != "memory" or not known.is_file():
+        return alone
+    document: dict[str, Any] = json.loads(known.read_text())
+    if len(frame) < document["timings"] or checksum(frame[: document["timings"]]) != document["checksum"]:
+        print(f"{known} is of other timings and left aside; make it again with: python -m perfmodel.fit_alone", file=sys.stderr)
+        return alone
+    alone[document["rows"]] = True
+    return alone
+
+
+def checksum(frame: pd.DataFrame) -> int:
+    """Of the times as they were measured."""
+    return zlib.crc32(frame["p50_us"].to_numpy(dtype="<f8").tobytes())
+
+
+def _runs(path: Path, frame: pd.DataFrame) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Number of each row's run, from 0, whether it had several workers, and whether its kernels were chosen by torch's own clock.
+
+    By the sidecar; by sweep, and neither, where that tells nothing.
+    """
     try:
         runs: list[dict[str, Any]] = json.loads(path.with_suffix(".json").read_text())["runs"]
         rows = [int(run["rows"]) for run in runs]
         workers = [re.search(r"--workers (\d+)", str(run["command"])) for run in runs]
+        clocks = [run.get("candidates") == "own clock" for run in runs]
     except (OSError, ValueError, KeyError, TypeError):
-        rows, workers = [], []
+        rows, workers, clocks = [], [], []
     if sum(rows) != len(frame):
-        return pd.factorize(frame["sweep"])[0].astype(np.int64), np.zeros(len(frame), dtype=bool)
+        neither = np.zeros(len(frame), dtype=bool)
+        return pd.factorize(frame["sweep"])[0].astype(np.int64), neither, neither
     several = np.array([found is not None and int(found[1]) > 1 for found in workers], dtype=bool)
-    return np.repeat(np.arange(len(rows)), rows), np.repeat(several, rows)
+    return np.repeat(np.arange(len(rows)), rows), np.repeat(several, rows), np.repeat(np.array(clocks, dtype=bool), rows)
 
 
 def read_launches(timings: pd.DataFrame, folder: Path) -> pd.DataFrame | None:

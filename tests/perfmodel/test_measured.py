@@ -9,7 +9,16 @@ import pytest
 
 from perfmodel.data_folder import data_folder
 from perfmodel.fit import fitted_rows
-from perfmodel.measured import ALONE_SHARE, SHARED_GROUPED_US, SHARED_LAUNCH_US, SHARED_US, read_choices, read_timings
+from perfmodel.measured import (
+    ALONE_FILE,
+    ALONE_SHARE,
+    SHARED_GROUPED_US,
+    SHARED_LAUNCH_US,
+    SHARED_US,
+    checksum,
+    read_choices,
+    read_timings,
+)
 from perfmodel.model import choice_file
 
 
@@ -66,6 +75,44 @@ def test_memory_kernels_of_several_workers_are_short_by_launches(tmp_path):
     added = found["p50_us"].to_numpy() - frame["p50_us"].to_numpy()[1:]
     np.testing.assert_allclose(added[:11], SHARED_LAUNCH_US * np.array([3, 2, 1] * 4)[:11])
     assert len(found) == 23 and (added[11:] == 0).all()
+
+
+def test_what_was_timed_as_if_alone_is_not_short(tmp_path, capsys):
+    frame = write(tmp_path, ["x --workers 15", "x"], [8, 4], "memory")
+
+    def added(measured: pd.DataFrame, **document) -> list[float]:
+        measured.to_parquet(tmp_path / "memory.parquet")
+        known = {"timings": 12, "checksum": checksum(frame), "rows": [2, 3, 9], **document}
+        (tmp_path / ALONE_FILE).write_text(json.dumps(known))
+        return (read_timings("mine", tmp_path)["p50_us"].to_numpy() - measured["p50_us"].to_numpy()).round(6).tolist()
+
+    short = SHARED_LAUNCH_US
+    expected = [short] * 2 + [0.0] * 2 + [short] * 4 + [0.0] * 4
+    assert added(frame) == expected
+    # Rows that were added since are short as all were; with other times nothing is known of any.
+    runs = [{"command": "x --workers 15", "rows": 8}, {"command": "x", "rows": 4}, {"command": "x --workers 15", "rows": 12}]
+    (tmp_path / "memory.json").write_text(json.dumps({"runs": runs}))
+    twice = pd.concat([frame, frame], ignore_index=True)
+    assert added(twice) == expected + [short] * 12 and not capsys.readouterr().err
+    assert added(twice, checksum=1)[:8] == [short] * 8 and "of other timings" in capsys.readouterr().err
+    assert added(twice, timings=25)[:8] == [short] * 8 and "of other timings" in capsys.readouterr().err
+
+
+def test_what_is_known_of_the_shipped_timings_is_of_these(capsys):
+    for gpu in ("h200", "h100"):
+        read_timings(gpu)
+    assert "of other timings" not in capsys.readouterr().err
+
+
+def test_torchs_own_clock_is_told_by_the_sidecar(tmp_path):
+    frame = write(tmp_path, ["x"], [12], "memory")
+    frame["kernel"] = ["torch/relu_forward", "loka/quantize_rowwise"] * 6
+    frame.to_parquet(tmp_path / "memory.parquet")
+    runs = [{"command": "x", "rows": 6, "candidates": "own clock"}, {"command": "x", "rows": 6}]
+    (tmp_path / "memory.json").write_text(json.dumps({"runs": runs}))
+    assert read_timings("mine", tmp_path)["own_clock"].tolist() == [True, False] * 3 + [False] * 6
+    (tmp_path / "memory.json").unlink()
+    assert not read_timings("mine", tmp_path)["own_clock"].any()
 
 
 def test_cool_gemms_by_themselves_are_brought_to_the_level_of_a_step(tmp_path):
