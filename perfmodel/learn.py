@@ -53,8 +53,7 @@ NEXT_PARAMETERS = {**PARAMETERS, "objective": "reg:absoluteerror", "eta": 0.06}
 NEXT_ROUNDS = 200
 # Of those on top of another GPU's: few timings of a memory-bound kernel then say by how much it is slower, and hardly more.
 NEXT_MEMORY_PARAMETERS = {**NEXT_PARAMETERS, "max_depth": 2, "eta": 0.05, "min_child_weight": 6.0}
-# Of those that quick launches grow on top of another GPU's.
-MORE_PARAMETERS = {**FIRST_PARAMETERS, "max_depth": 10, "eta": 0.05, "min_child_weight": 64.0}
+# Of trees that quick launches grow on top of another GPU's.
 MORE_ROUNDS = 100
 # Fewer quick launches of a kernel teach nothing.
 LEAST_LAUNCHES = 2000
@@ -174,11 +173,23 @@ def _jumps(kernel: str, launches: pd.DataFrame, hardware: HardwareSpec, choice: 
     return Learned(net, _xgboost().train(parameters, data, rounds), choice)
 
 
-def learn_more(kernel: str, launches: pd.DataFrame, hardware: HardwareSpec, start: Learned) -> Learned:
-    """What quick launches on this GPU, without their drift, add to what is known from another."""
-    net, trees, choice, _ = start
-    data = _data(kernel, launches, launches["time_us"].to_numpy(dtype=float), hardware, choice, net)
-    return start._replace(booster=_xgboost().train(MORE_PARAMETERS, data, MORE_ROUNDS, xgb_model=trees))
+def learn_more(
+    kernel: str, launches: pd.DataFrame, hardware: HardwareSpec, start: Learned, early: Learned | None = None
+) -> Learned:
+    """What quick launches on this GPU, without their drift, add to what is known from another.
+
+    Args:
+        kernel: Which kernel.
+        launches: On this GPU.
+        hardware: This GPU.
+        start: What is known.
+        early: The same before the other GPU's careful timings. By what those taught a launch here is taken to be off, too: else
+            these would first teach to forget it.
+    """
+    data = _data(kernel, launches, launches["time_us"].to_numpy(dtype=float), hardware, start.choice, start.network)
+    if early is not None:
+        data.set_label(data.get_label() + start.booster.predict(data) - early.booster.predict(data))
+    return start._replace(booster=_xgboost().train(FIRST_PARAMETERS, data, MORE_ROUNDS, xgb_model=start.booster))
 
 
 def train(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Learned | None = None) -> Learned:

@@ -68,7 +68,7 @@ class Start:
 
     def _here(self, known: Learned) -> Learned:
         here = known._replace(choice=self.choice)
-        return here if self.launches is None else learn.learn_more(self.kernel, self.launches, self.hardware, here)
+        return here if self.launches is None else learn.learn_more(self.kernel, self.launches, self.hardware, here, self.early)
 
 
 def begin(first: Learned | Start | None, shapes: pd.DataFrame | None = None) -> Learned | None:
