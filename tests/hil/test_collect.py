@@ -15,7 +15,7 @@ from hil import measure as measuring
 from hil.collect import COLUMNS, SWEEPS, Timings, legal_runners, main, matching, read_shapes
 from hil.kernels import availability as kernels_room
 from hil.kernels.base import Shape
-from hil.shapes import gemm_shapes, grouped_shapes, large_shapes, tower_shapes
+from hil.shapes import any_shapes, gemm_shapes, grouped_shapes, large_shapes, odd_shapes, tower_shapes
 from hil.timing import Timing, eager_call_us
 from perfmodel.kernels import KERNELS
 
@@ -455,6 +455,21 @@ def test_large_shapes_begin_where_the_others_end():
     assert max(shape.largest_operand for shape in shapes) <= 2**31
     # As M, as K, and many products.
     assert any(s.m > 2**20 for s in shapes) and any(s.k > 2**20 for s in shapes) and any(s.groups > 2**13 for s in shapes)
+
+
+def test_any_shapes_are_as_people_write_them():
+    shapes = any_shapes(1000, 5)
+    assert len(set(shapes)) == 1000 and any_shapes(1000, 5) == shapes != any_shapes(1000, 6)
+    single = [s for s in shapes if s.groups == 1]
+    assert 0.6 < len(single) / len(shapes) < 0.8
+    # Half of them FP8 takes, and more by chance; and many are round numbers, as hardly any of another draw.
+    assert 0.5 < sum(s.n % 16 == 0 and s.k % 16 == 0 for s in shapes) / len(shapes) < 0.7
+    round_share = [
+        np.mean([s.m == float(f"{s.m:.1e}") for s in some if s.m >= 1000 and s.groups == 1])
+        for some in (shapes, odd_shapes(1000, 5), gemm_shapes(1000, 5))
+    ]
+    assert round_share[0] > 0.2 and max(round_share[1:]) < 0.1
+    assert all(s.largest_operand <= 2**28 and 2 * s.m * s.n * s.k * s.groups <= 2.2e12 for s in shapes)
 
 
 def test_towers_have_few_groups_of_any_sizes():
