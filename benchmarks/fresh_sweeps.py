@@ -21,6 +21,7 @@ from perfmodel.choice import DOUBT
 from perfmodel.fresh import family_of, of_model
 from perfmodel.held_out import accuracy, choice_regret
 from perfmodel.kernels import KERNELS
+from perfmodel.measured import of_one_process
 from perfmodel.prediction import few_neighbours
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def unseen(data: Data) -> None:
                 if some.any():
                     print(line(whose, accuracy(rows["p50_us"].to_numpy()[some], predicted[some], bounds[some]), None))
     fresh(data, classes=True)
+    as_if_short(data)
     in_doubt(data.unseen[data.unseen["sweep"].str.fullmatch(r"blind\d*")], perfmodel.load(data.hardware.name))
     by_neighbours(data)
 
@@ -100,6 +102,23 @@ def fresh(data: Data, classes: bool = False) -> None:
             choices(rows[some].reset_index(drop=True), predicted[some], what)
     if classes:
         by_size("fresh sweeps", families, rows, predicted, bounds)
+
+
+def as_if_short(data: Data) -> None:
+    """What is bound by memory, of fresh sweeps, once more as if all that several workers timed had been short.
+
+    Which timings were not is told by the model's expectations of others (`perfmodel.fit_alone`): here none has a say.
+    """
+    rows = data.unseen[(data.unseen["sweep"] != "zoo") & ~data.unseen["sweep"].isin(OWN_CLOCK.get(data.hardware.name, ()))]
+    rows = rows[["gemm" not in KERNELS[name].kind for name in rows["kernel"]]]
+    if not rows["alone"].any():
+        return
+    measured = of_one_process(rows, rows["alone"].to_numpy())["p50_us"].to_numpy()
+    predicted, bounds = rows["predicted"].to_numpy(), rows[["low", "high"]].to_numpy()
+    of = rows["kernel"].map(family_of).to_numpy()
+    print(f"\nAs if all that several workers timed had been short (not so: {rows['alone'].sum()} rows)\n{HEAD}")
+    for name in dict.fromkeys(of):
+        print(line(name, accuracy(measured[of == name], predicted[of == name], bounds[of == name]), None))
 
 
 def sweeps(data: Data) -> None:

@@ -61,9 +61,9 @@ def read_timings(hardware: str, folder: Path | None = None) -> pd.DataFrame:
     The column `run` numbers the runs of `hil.collect` that the rows come from, as the sidecars tell them; without a sidecar
     each sweep counts as one. What several workers measured is brought to the level of one process (`SHARED_US`,
     `SHARED_GROUPED_US`, `SHARED_LAUNCH_US`; the column `shared` says which were), but for what is known to have been timed at
-    that level (`timed_alone`), what cool GEMMs took by themselves to that of a step (`ALONE_SHARE`). The column `settled` says
-    which rows were timed at a clock of their own (`perfmodel.steady`), `own_clock` which kernels torch.compile's own clock chose
-    among its candidates, as sidecars tell it (`hil.candidates`).
+    that level (the column `alone`, by `timed_alone`), what cool GEMMs took by themselves to that of a step (`ALONE_SHARE`). The
+    column `settled` says which rows were timed at a clock of their own (`perfmodel.steady`), `own_clock` which kernels
+    torch.compile's own clock chose among its candidates, as sidecars tell it (`hil.candidates`).
 
     Args:
         hardware: A name of `perfmodel.hardware.available()`.
@@ -87,8 +87,8 @@ def read_timings(hardware: str, folder: Path | None = None) -> pd.DataFrame:
             raise ValueError(f"{path} has a p50_us that is not finite; measure it again with: python -m hil.collect")
         first = 1 + max((int(known["run"].max()) for known in frames if len(known)), default=-1)
         frame = told_by_runs(path, frame, first)
-        frame["settled"] = settled(frame)
-        frame = of_a_step(of_one_process(frame, frame["shared"].to_numpy() & ~timed_alone(path, frame)))
+        frame["settled"], frame["alone"] = settled(frame), timed_alone(path, frame)
+        frame = of_a_step(of_one_process(frame, (frame["shared"] & ~frame["alone"]).to_numpy()))
         modelled = [name in KERNELS and KERNELS[name].kind != "linear" for name in frame["kernel"]]
         unknown = sorted(set(frame["kernel"]) - set(KERNELS))
         if unknown:
