@@ -9,6 +9,9 @@ second, where replays of graphs give 85. They are 6% from those replays on avera
 choice of kernel does to the time (tiles, splits of K, slow paths of odd sizes) shows all the same, which is what so many
 shapes are for: `perfmodel.fit` learns it here first, and the rest from the careful timings.
 
+Nothing else may use the GPU meanwhile, not even a process that only asks what cuBLAS would run (`hil.choices`): its time slices
+lie in launches of over 0.6 ms, which then take up to twice as long.
+
 Shapes that `gemm.parquet` in the folder has are left out: what is learned here stays ignorant of the shapes that judge it.
 Triton compiles our own GEMM for some hundred ways to cut a shape, a second each: `--workers` processes do so first.
 """
