@@ -158,16 +158,20 @@ def test_measured_shapes_have_their_measured_time(base, halves, refinement):
 
 
 def test_a_second_measurement_lies_in_the_interval_of_the_first(base):
-    """Shapes that a validation measured, measured again by a sweep on another H200: what torch.compile makes repeats worse."""
-    rows = json.loads((base.folder.parent / "validations" / "interformer-production.json").read_text())["time"]["rows"]
-    rows = pd.DataFrame([row for row in rows if row["set"] == "model"]).rename(columns={"measured_us": "p50_us"})
+    """Shapes that validations measured, measured again by a sweep on other H200s: what torch.compile makes repeats worse."""
     zoo = read_timings("h200").query("sweep == 'zoo'")[["kernel", *SHAPE, "p50_us"]]
-    again = zoo.merge(rows[["kernel", *SHAPE]], on=["kernel", *SHAPE]).reset_index(drop=True)
-    model = refine(base, rows[["kernel", *SHAPE, "p50_us"]]).model
-    quantized = again["kernel"].str.contains("quantize")
-    assert quantized.sum() > 100 and (~quantized).sum() > 100
-    assert coverage(model, again[~quantized].reset_index(drop=True)) >= 0.85
-    assert coverage(model, again[quantized].reset_index(drop=True)) >= 0.85
+    quantized, inside = [], []
+    for path in sorted((base.folder.parent / "validations").glob("*.json")):
+        rows = pd.DataFrame([row for row in json.loads(path.read_text())["time"]["rows"] if row["set"] == "model"])
+        rows = rows.rename(columns={"measured_us": "p50_us"})[["kernel", *SHAPE, "p50_us"]]
+        again = zoo.merge(rows[["kernel", *SHAPE]], on=["kernel", *SHAPE]).reset_index(drop=True)
+        found = refine(base, rows).model.predict(again)
+        quantized.append(again["kernel"].str.contains("quantize"))
+        inside.append((again["p50_us"] >= found["low_us"]) & (again["p50_us"] <= found["high_us"]))
+    quantized, inside = np.concatenate(quantized), np.concatenate(inside)
+    assert quantized.sum() > 500 and (~quantized).sum() > 1000
+    # Of large models' GEMMs fewer, of small ones' more.
+    assert inside[~quantized].mean() >= 0.88 and inside[quantized].mean() >= 0.88
 
 
 def test_far_from_measured_shapes_the_machine_part_remains(refinement):
