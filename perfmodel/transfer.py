@@ -2,9 +2,9 @@
 
 Two GPUs of one architecture run the same kernels: which shapes are slow, and why, is known from the one; quick launches and some
 careful timings of the other say where its memory, its caches and what its library chooses make a difference. An H100 learned so
-from 72,658 timings of GEMMs, 1,022,000 launches and the H200's model is 2.6% off in our GEMMs on shapes that no fit saw and 3.0% in
-FBGEMM's, by its own data alone 2.9% and 4.0%; in bf16, of which there are most launches, 3.5% by either, by a third of the timings
-without launches 4.4% (`python benchmarks/another_gpu.py`).
+from 72,658 timings of GEMMs, 1,022,000 launches and the H200's model is 2.6% off in our GEMMs on shapes that no fit saw and 3.0%
+in FBGEMM's, by its own data alone 2.9% and 4.0%; in bf16, of which there are most launches, 3.5% by either, by a third of the
+timings without launches 4.4% (`python benchmarks/another_gpu.py`).
 """
 
 from __future__ import annotations
