@@ -43,14 +43,12 @@ SHOWN = {
     "bf16": "bf16", "tens fast": "fp8_tensorwise_fast", "tens split": "fp8_tensorwise_split", "row fast": "fp8_rowwise_fast",
     "row split": "fp8_rowwise_split", "block128": "fp8_block128", "batched": "bf16_batched",
 }  # fmt: skip
-# Fresh sweeps but for an H200's first two of GEMMs, which many workers timed. In some torch.compile's own clock chose among its
-# candidates.
+# An H200's first two of GEMMs, which many workers timed.
 MANY_WORKERS = {"h200": ("blind", "blind2")}
 # Those of few products of any sizes, mostly ones that 8 does not divide, of which few were fitted.
 FEW_PRODUCTS = ("blind_long", "blind_towers", "blind_towers2")
 # And those of which each kernel has few, by what they are: of the largest batches; of any sizes, drawn unlike what was fitted.
 APART = {"zoo_large": "large", "blind_large": "large", "blind14": "any sizes", "blind15": "any sizes"}
-OWN_CLOCK = {"h200": ("blind_memory", "blind_memory3"), "h100": ("blind_memory", "blind_memory2")}
 
 
 def unseen(data: Data) -> None:
@@ -79,16 +77,14 @@ def fresh(data: Data, classes: bool = False) -> None:
     gpu, sweep = data.hardware.name, data.unseen["sweep"]
     rows = data.unseen[data.unseen["settled"] & (sweep != "zoo") & ~sweep.isin(MANY_WORKERS.get(gpu, ()))].reset_index(drop=True)
     predicted, bounds = rows["predicted"].to_numpy(), rows[["low", "high"]].to_numpy()
-    kinds = {
-        **dict.fromkeys(OWN_CLOCK.get(gpu, ()), "own clock"),
-        **dict.fromkeys(FEW_PRODUCTS, "few"),
-        **APART,
-    }
-    of = rows["sweep"].map(kinds).fillna("").to_numpy()
+    kinds = {**dict.fromkeys(FEW_PRODUCTS, "few"), **APART}
+    of = np.where(rows["own_clock"], "own clock", rows["sweep"].map(kinds).fillna("").to_numpy())
     names = np.array([family(*pair) for pair in zip(rows["kernel"], of, strict=True)], dtype=object)
     families = {
         name: names == name
-        for name in dict.fromkeys(family(name, kind) for name in KERNELS for kind in ("", *dict.fromkeys(kinds.values())))
+        for name in dict.fromkeys(
+            family(name, kind) for name in KERNELS for kind in ("", "own clock", *dict.fromkeys(kinds.values()))
+        )
     }
     families = {name: mine for name, mine in families.items() if mine.any()}
     usual = ~np.isin(of, list(APART.values()))
@@ -109,7 +105,7 @@ def as_if_short(data: Data) -> None:
 
     Which timings were not is told by the model's expectations of others (`perfmodel.fit_alone`): here none has a say.
     """
-    rows = data.unseen[(data.unseen["sweep"] != "zoo") & ~data.unseen["sweep"].isin(OWN_CLOCK.get(data.hardware.name, ()))]
+    rows = data.unseen[(data.unseen["sweep"] != "zoo") & ~data.unseen["own_clock"]]
     rows = rows[["gemm" not in KERNELS[name].kind for name in rows["kernel"]]]
     if not rows["alone"].any():
         return

@@ -40,7 +40,7 @@ from hil.measure import Rows, Work, Workers, attempt, progress
 from hil.shapes import SWEEPS as GEMM_AND_MEMORY_SWEEPS
 from hil.shapes import gemm_shapes
 from hil.warm import compile_ahead
-from perfmodel.kernels import KERNELS, library_of
+from perfmodel.kernels import KERNELS, MEMORY_KINDS, library_of
 
 COLUMNS = (
     "kernel",
@@ -65,7 +65,7 @@ COLUMNS = (
 )
 FAMILIES = {
     "gemm": ("gemm", "batched_gemm"),
-    "memory": ("quantize", "layout", "pointwise"),
+    "memory": MEMORY_KINDS,
     "linear": ("linear",),
 }
 SAVE_SECONDS = 60.0

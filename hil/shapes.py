@@ -23,6 +23,11 @@ def _log_uniform(rng: np.random.Generator, smallest: int, largest: int) -> float
     return float(np.exp(rng.uniform(np.log(smallest), np.log(largest))))
 
 
+def _to_multiple(value: float, step: int) -> int:
+    """The multiple of a step next to a size, at least the step."""
+    return step * max(1, round(value / step))
+
+
 def _feature(rng: np.random.Generator, largest: int = 8192, odd: float = 0.08) -> int:
     draw = rng.random()
     if draw < odd:
@@ -31,14 +36,14 @@ def _feature(rng: np.random.Generator, largest: int = 8192, odd: float = 0.08) -
     if draw < 0.6:
         choice = [f for f in _ROUND_FEATURES if f <= largest]
         return int(rng.choice(choice))
-    return 16 * max(1, round(_log_uniform(rng, 16, largest) / 16))
+    return _to_multiple(_log_uniform(rng, 16, largest), 16)
 
 
 def _rows(rng: np.random.Generator, smallest: int = 256, largest: int = 65536) -> int:
     if rng.random() < 0.6:
         exponents = np.arange(np.log2(smallest), np.log2(largest) + 1)
         return int(2 ** rng.choice(exponents))
-    return 64 * max(1, round(_log_uniform(rng, smallest, largest) / 64))
+    return _to_multiple(_log_uniform(rng, smallest, largest), 64)
 
 
 def gemm_shapes(count: int, seed: int) -> list[Shape]:
@@ -114,7 +119,7 @@ def large_shapes(count: int, seed: int) -> list[Shape]:
             first, second = (_feature(rng, 2048, 0.05) if tall else 128 * int(rng.integers(16, 257)) for _ in range(2))
             shape = Shape(first, second, rows) if as_k else Shape(rows, first, second)
         else:
-            m, n, k = (8 * max(1, round(_log_uniform(rng, 8, 512) / 8)) for _ in range(3))
+            m, n, k = (_to_multiple(_log_uniform(rng, 8, 512), 8) for _ in range(3))
             shape = Shape(m, n, k, _rows(rng, 8192, 262144))
         work, output = 2.0 * shape.groups * shape.m * shape.n * shape.k, shape.groups * shape.m * shape.n
         large = work > _MAX_FLOPS or shape.largest_operand > _MAX_OPERAND
@@ -134,8 +139,7 @@ def odd_shapes(count: int, seed: int) -> list[Shape]:
         value = _log_uniform(rng, 1, largest)
         if rng.random() < 0.2:
             return int(2 ** round(np.log2(value)))
-        step = int(2 ** rng.integers(0, 7))
-        return step * max(1, round(value / step))
+        return _to_multiple(value, int(2 ** rng.integers(0, 7)))
 
     shapes: dict[Shape, None] = {}
     while len(shapes) < count:
@@ -170,7 +174,7 @@ def interaction_shapes(count: int, seed: int) -> list[Shape]:
         if draw < 0.5:
             return int(rng.choice((8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)))
         if draw < 0.8:
-            return 8 * max(1, round(_log_uniform(rng, 8, 512) / 8))
+            return _to_multiple(_log_uniform(rng, 8, 512), 8)
         return int(rng.choice((1, 2, 4, 13, 26, 27, 36, 39, 100, 351)))
 
     shapes: dict[Shape, None] = {}
@@ -208,9 +212,7 @@ def tower_shapes(count: int, seed: int) -> list[Shape]:
     rng = np.random.default_rng(seed)
 
     def size(smallest: int, largest: int) -> int:
-        value = _log_uniform(rng, smallest, largest)
-        step = int(2 ** rng.integers(0, 6))
-        return step * max(1, round(value / step))
+        return _to_multiple(_log_uniform(rng, smallest, largest), int(2 ** rng.integers(0, 6)))
 
     shapes: dict[Shape, None] = {}
     while len(shapes) < count:
@@ -254,7 +256,7 @@ def any_shapes(count: int, seed: int) -> list[Shape]:
         if swapped:
             m, k = k, m
         if aligned:
-            n, k = (16 * max(1, round(value / 16)) for value in (n, k))
+            n, k = _to_multiple(n, 16), _to_multiple(k, 16)
         shape = Shape(m, n, k, groups)
         if shape.largest_operand <= _MAX_OPERAND // 2 and 2.0 * groups * m * n * k <= _MAX_FLOPS:
             shapes[shape] = None

@@ -30,7 +30,7 @@ from perfmodel.fit import fitted_rows
 from perfmodel.hardware import HardwareSpec
 from perfmodel.held_out import held_out
 from perfmodel.judge import SHAPE
-from perfmodel.kernels import KERNELS
+from perfmodel.kernels import KERNELS, MEMORY_KINDS
 from perfmodel.learn import predict, train
 from perfmodel.measured import ALONE_FILE, LEAST_US, SHARED_LAUNCH_US, checksum, of_one_process, told_by_runs
 from perfmodel.memory_plan import launches
@@ -101,7 +101,7 @@ def read_rows(path: Path) -> pd.DataFrame:
     frame = pd.read_parquet(path).reset_index(drop=True)
     frame = told_by_runs(path, frame).assign(row=np.arange(len(frame)), settled=True)
     frame = of_one_process(frame, frame["shared"].to_numpy())
-    memory = [name in KERNELS and KERNELS[name].kind in ("quantize", "layout", "pointwise") for name in frame["kernel"]]
+    memory = [name in KERNELS and KERNELS[name].kind in MEMORY_KINDS for name in frame["kernel"]]
     return frame[np.array(memory) & (frame["p50_us"] >= LEAST_US)]
 
 

@@ -20,7 +20,7 @@ from perfmodel import hardware as hardware_module
 from perfmodel.data_folder import data_folder
 from perfmodel.fit import fitted_rows
 from perfmodel.hardware import HardwareSpec
-from perfmodel.kernels import KERNELS
+from perfmodel.kernels import KERNELS, MEMORY_KINDS
 from perfmodel.measured import read_timings
 from perfmodel.memory_costs import FILE, terms
 
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     kernels: dict[str, dict[str, float]] = {}
     for kernel, spec in KERNELS.items():
         mine = rows[rows["kernel"] == kernel]
-        if spec.kind in ("quantize", "layout", "pointwise") and len(mine):
+        if spec.kind in MEMORY_KINDS and len(mine):
             kernels[kernel] = fitted(kernel, mine, hardware, kernels)
     document = {
         "schema_version": 1,

@@ -201,6 +201,8 @@ KERNELS: dict[str, KernelSpec] = {
     )
 }  # fmt: skip
 
+# Kinds of kernels that are bound by memory.
+MEMORY_KINDS = ("quantize", "layout", "pointwise")
 GEMM_KERNELS = tuple(name for name, spec in KERNELS.items() if spec.kind == "gemm")
 
 LIBRARIES = tuple(dict.fromkeys(map(library_of, KERNELS)))

@@ -17,7 +17,7 @@ import pandas as pd
 from perfmodel.choice import Choice
 from perfmodel.data_folder import data_folder
 from perfmodel.judge import SHAPE
-from perfmodel.kernels import KERNELS, library_of
+from perfmodel.kernels import KERNELS, MEMORY_KINDS, library_of
 from perfmodel.memory_plan import launches
 from perfmodel.model import choice_file
 from perfmodel.steady import settled
@@ -105,7 +105,7 @@ def of_one_process(frame: pd.DataFrame, shared: npt.NDArray[np.bool_]) -> pd.Dat
     """
     time = frame["p50_us"].to_numpy(dtype=float)
     kinds = np.array([KERNELS[name].kind if name in KERNELS else "" for name in frame["kernel"]], dtype=object)
-    memory, grouped = np.isin(kinds, ("quantize", "layout", "pointwise")), frame["kernel"].str.contains("fp8_grouped")
+    memory, grouped = np.isin(kinds, MEMORY_KINDS), frame["kernel"].str.contains("fp8_grouped")
     start, end = SHARED_FADES_US
     short = np.where(grouped, SHARED_GROUPED_US, SHARED_US * np.clip((end - time) / (end - start), 0, 1))
     short[memory] = SHARED_LAUNCH_US * launches(frame["kernel"][memory], frame["m"][memory], frame["k"][memory])
@@ -135,15 +135,29 @@ def of_a_step(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def told_by_runs(path: Path, frame: pd.DataFrame, first: int = 0) -> pd.DataFrame:
-    """The timings at `path` with what their sidecar tells: `run`, numbered from `first`, `shared` and `own_clock`."""
-    run, shared, own_clock = _runs(path, frame)
+    """The timings at `path` with what their sidecar tells of their runs.
+
+    `run` numbers them from `first`, `shared` says whether a run had several workers, `own_clock` whether torch.compile's own
+    clock chose a kernel. By sweep, and neither, where the sidecar tells nothing.
+    """
+    try:
+        runs: list[dict[str, Any]] = json.loads(path.with_suffix(".json").read_text())["runs"]
+        rows = [int(run["rows"]) for run in runs]
+        workers = [re.search(r"--workers (\d+)", str(run["command"])) for run in runs]
+        own_clock = [run.get("candidates") == "own clock" for run in runs]
+    except (OSError, ValueError, KeyError, TypeError):
+        rows, workers, own_clock = [], [], []
+    if sum(rows) != len(frame):
+        return frame.assign(run=first + pd.factorize(frame["sweep"])[0].astype(np.int64), shared=False, own_clock=False)
+    several = np.array([found is not None and int(found[1]) > 1 for found in workers], dtype=bool)
+    run = np.repeat(np.arange(len(rows)), rows)
     torchs = (frame["kernel"].map(library_of) == "torch").to_numpy(dtype=bool)
-    return frame.assign(run=first + run, shared=shared, own_clock=own_clock & torchs)
+    return frame.assign(run=first + run, shared=several[run], own_clock=np.array(own_clock, dtype=bool)[run] & torchs)
 
 
 def runs_shared(path: Path, frame: pd.DataFrame) -> npt.NDArray[np.bool_]:
     """Whether each row of the timings at `path` was measured by a run of several workers, (rows,)."""
-    return _runs(path, frame)[1]
+    return told_by_runs(path, frame)["shared"].to_numpy(dtype=bool)
 
 
 def timed_alone(path: Path, frame: pd.DataFrame) -> npt.NDArray[np.bool_]:
@@ -165,25 +179,6 @@ def timed_alone(path: Path, frame: pd.DataFrame) -> npt.NDArray[np.bool_]:
 def checksum(frame: pd.DataFrame) -> int:
     """Of the times as they were measured."""
     return zlib.crc32(frame["p50_us"].to_numpy(dtype="<f8").tobytes())
-
-
-def _runs(path: Path, frame: pd.DataFrame) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Number of each row's run, from 0, whether it had several workers, and whether its kernels were chosen by torch's own clock.
-
-    By the sidecar; by sweep, and neither, where that tells nothing.
-    """
-    try:
-        runs: list[dict[str, Any]] = json.loads(path.with_suffix(".json").read_text())["runs"]
-        rows = [int(run["rows"]) for run in runs]
-        workers = [re.search(r"--workers (\d+)", str(run["command"])) for run in runs]
-        clocks = [run.get("candidates") == "own clock" for run in runs]
-    except (OSError, ValueError, KeyError, TypeError):
-        rows, workers, clocks = [], [], []
-    if sum(rows) != len(frame):
-        neither = np.zeros(len(frame), dtype=bool)
-        return pd.factorize(frame["sweep"])[0].astype(np.int64), neither, neither
-    several = np.array([found is not None and int(found[1]) > 1 for found in workers], dtype=bool)
-    return np.repeat(np.arange(len(rows)), rows), np.repeat(several, rows), np.repeat(np.array(clocks, dtype=bool), rows)
 
 
 def read_launches(timings: pd.DataFrame, folder: Path) -> pd.DataFrame | None:
