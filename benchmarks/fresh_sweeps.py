@@ -34,7 +34,7 @@ DRAWN = "Fresh shapes or operands"
 TITLES = {
     "zoo": "Whole models", "blind": "Fresh shapes, of many processes", "blind2": "Fresh shapes, of many processes",
     "blind4": "Fresh shapes of `collect --gpu`", "blind14": "Shapes of any sizes",
-    "blind15": "Shapes of any sizes as people write them",
+    "blind15": "Shapes of any sizes as people write them", "blind16": "Shapes of any sizes as people write them",
     "blind_long": "Few products of long K", "blind_towers": "Few products of any sizes",
     "blind_towers2": "Few products of any sizes", "zoo_large": "Whole models' largest calls", "blind_large": "The largest calls",
 }  # fmt: skip
@@ -48,7 +48,9 @@ MANY_WORKERS = {"h200": ("blind", "blind2")}
 # Those of few products of any sizes, mostly ones that 8 does not divide, of which few were fitted.
 FEW_PRODUCTS = ("blind_long", "blind_towers", "blind_towers2")
 # And those of which each kernel has few, by what they are: of the largest batches; of any sizes, drawn unlike what was fitted.
-APART = {"zoo_large": "large", "blind_large": "large", "blind14": "any sizes", "blind15": "any sizes"}
+APART = {
+    "zoo_large": "large", "blind_large": "large", "blind14": "any sizes", "blind15": "any sizes", "blind16": "any sizes",
+}  # fmt: skip
 
 
 def unseen(data: Data) -> None:
@@ -229,5 +231,5 @@ def by_neighbours(data: Data) -> None:
                 each = [accuracy(measured[mine], predicted[mine], ends[mine]) for ends in both]
                 above = [np.median(ends[mine, 1] / predicted[mine]) - 1 for ends in both]
                 shares = "".join(f"{value:9.1%}" for value in (each[0]["mape"], *(one["coverage"] for one in each), *above))
-                names = ("some odd", "8 divides")[aligned] if "gemm" in of else ""
+                names = ("some odd", "8 divides", "32 K")[aligned] if "gemm" in of else ""
                 print(f"{of:14s}{names:>12s}{around:>10s}{each[0]['n']:9.0f}{shares}")

@@ -45,6 +45,7 @@ from hil.shapes import (
     gemm_shapes,
     grouped_shapes,
     interaction_shapes,
+    odd_batched_shapes,
     odd_shapes,
     tall_shapes,
     tower_shapes,
@@ -78,10 +79,11 @@ def drawn(count: int, seed: int, kernels: Collection[str] = TORCH, *, odd: bool 
         count: Of those drawn, from which come those that a kernel takes.
         seed: Of the draw.
         kernels: Which must take a shape, any of them.
-        odd: Draw `odd_shapes` instead.
+        odd: Draw `odd_shapes` and `odd_batched_shapes` instead, as many of each as are asked for.
     """
     if odd:
-        return [shape for shape in odd_shapes(count, seed) if any(takes(name, shape) for name in kernels)]
+        pairs = zip(odd_shapes(count, seed), odd_batched_shapes(count, seed), strict=True)
+        return [shape for shape in chain.from_iterable(pairs) if any(takes(name, shape) for name in kernels)]
     rows = min((KERNELS[name].multiple_m for name in kernels if KERNELS[name].multiple_n == _BLOCK), default=4)
     share: tuple[tuple[Callable[[int, int], list[Shape]], float], ...] = (
         (gemm_shapes, 0.56), (tall_shapes, 0.07), (wide_shapes, 0.08), (interaction_shapes, 0.16), (batched_shapes, 0.05),

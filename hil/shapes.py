@@ -128,23 +128,23 @@ def large_shapes(count: int, seed: int) -> list[Shape]:
     return list(shapes)
 
 
+def _odd_size(rng: np.random.Generator, largest: int) -> int:
+    value = _log_uniform(rng, 1, largest)
+    if rng.random() < 0.2:
+        return int(2 ** round(np.log2(value)))
+    return _to_multiple(value, int(2 ** rng.integers(0, 7)))
+
+
 def odd_shapes(count: int, seed: int) -> list[Shape]:
     """`count` distinct GEMM shapes of any sizes, which layers seldom have, with divisors from 1 to 64 and powers of two alike.
 
     One side of 1 to 1,048,576 as M (half of them), as K (three in ten) or no larger than the others; those 1 to 16,384.
     """
     rng = np.random.default_rng(seed)
-
-    def size(largest: int) -> int:
-        value = _log_uniform(rng, 1, largest)
-        if rng.random() < 0.2:
-            return int(2 ** round(np.log2(value)))
-        return _to_multiple(value, int(2 ** rng.integers(0, 7)))
-
     shapes: dict[Shape, None] = {}
     while len(shapes) < count:
-        draw, first, second = rng.random(), size(16384), size(16384)
-        rows = size(1048576 if draw < 0.8 else 16384)
+        draw, first, second = rng.random(), _odd_size(rng, 16384), _odd_size(rng, 16384)
+        rows = _odd_size(rng, 1048576 if draw < 0.8 else 16384)
         shape = Shape(first, second, rows) if 0.5 <= draw < 0.8 else Shape(rows, first, second)
         work = 2.0 * shape.m * shape.n * shape.k
         if max(shape.m * shape.k, shape.n * shape.k, shape.m * shape.n) <= _MAX_OPERAND and work <= _MAX_FLOPS:
@@ -223,6 +223,22 @@ def tower_shapes(count: int, seed: int) -> list[Shape]:
         shape = Shape(first, second, rows, groups) if as_k else Shape(rows, first, second, groups)
         work = 2.0 * groups * shape.m * shape.n * shape.k
         if groups * max(shape.m * shape.k, shape.n * shape.k, shape.m * shape.n) <= _MAX_OPERAND and work <= _MAX_FLOPS:
+            shapes[shape] = None
+    return list(shapes)
+
+
+def odd_batched_shapes(count: int, seed: int) -> list[Shape]:
+    """`count` distinct batched GEMMs of any sizes, divisors as `odd_shapes`: 2 to 65,536 products, N and K 1 to 4,096.
+
+    M 1 to 4,096, too; in one of four 1 to 65,536 as M, in another as K.
+    """
+    rng = np.random.default_rng(seed)
+    shapes: dict[Shape, None] = {}
+    while len(shapes) < count:
+        draw, groups = rng.random(), max(2, _odd_size(rng, 65536))
+        first, second, rows = _odd_size(rng, 4096), _odd_size(rng, 4096), _odd_size(rng, 65536 if draw < 0.5 else 4096)
+        shape = Shape(first, second, rows, groups) if draw < 0.25 else Shape(rows, first, second, groups)
+        if shape.largest_operand <= _MAX_OPERAND and 2.0 * groups * shape.m * shape.n * shape.k <= _MAX_FLOPS:
             shapes[shape] = None
     return list(shapes)
 
@@ -334,6 +350,7 @@ SWEEPS = {
     ("gemm", "wide"): (wide_shapes, 500),
     ("gemm", "large"): (large_shapes, 160),
     ("gemm", "odd"): (odd_shapes, 700),
+    ("gemm", "odd_batched"): (odd_batched_shapes, 700),
     ("gemm", "interaction"): (interaction_shapes, 1600),
     ("gemm", "grouped"): (grouped_shapes, 500),
     ("gemm", "tower"): (tower_shapes, 1600),

@@ -32,23 +32,28 @@ FURTHEST = NEAR + 2 * PER_OCTAVE
 # Cells around a call's own in each size, up to an octave to 1.5 away, whose careful timings are its neighbours; how many of those
 # put it into the next class.
 AROUND, FEW = 2, (3, 11, 51)
-# As many classes has each alignment, those of aligned calls the later ones: in the last many neighbours.
+# By this is told whether N and K are aligned, 16 bytes of bf16, and by this whether K is well, 32 bytes of FP8: three alignments.
+ALIGNED, WELL_ALIGNED = 8, 32
+# As many classes has each alignment, those of better aligned calls the later ones: in the last many neighbours.
 EACH = len(FEW) + 1
-WELL_KNOWN = 2 * EACH - 1
-# By this is told whether N and K are aligned: 16 bytes of bf16.
-ALIGNED = 8
+WELL_KNOWN = 3 * EACH - 1
 # A call whose sizes have up to this product, and which sums up to so many, is a launch, which is known. Longer sums are not: one
 # multiprocessor may have to do all of one (1 ms at a K of 87,488 and 4 products of 8 x 13).
 LAUNCH_ONLY, LAUNCH_ONLY_K = 2**18, 2**10
 
 
 def _cell(sizes: Sizes) -> npt.NDArray[np.int64]:
-    """Number of each call's cell, (5, calls): twice the logarithm of each size to the base of two, rounded down; if aligned."""
+    """Number of each call's cell, (5, calls): twice the logarithm of each size to the base of two, rounded down; how aligned."""
     sizes = tuple(np.asarray(size, dtype=np.float64) for size in sizes)  # type: ignore[assignment]
     half, octave = np.frexp(np.stack(sizes))
     _, n, k, _ = sizes
     aligned = (n % ALIGNED == 0) & (k % ALIGNED == 0)
-    return np.vstack([PER_OCTAVE * (octave.astype(np.int64) - 1) + (half >= _UPPER_HALF), aligned])
+    return np.vstack(
+        [
+            PER_OCTAVE * (octave.astype(np.int64) - 1) + (half >= _UPPER_HALF),
+            aligned.astype(int) + (aligned & (k % WELL_ALIGNED == 0)),
+        ]
+    )
 
 
 def _around(number: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -69,7 +74,8 @@ class Cells:
     Attributes:
         measured: By cell of m, n, k and groups, from 1 up to the largest measured one, and by whether 8 divides N and K,
             (cells of m, of n, of k, of groups, 1 or 2).
-        neighbours: Likewise the class, by `FEW`, of how many calls were timed carefully around it.
+        neighbours: Likewise the class, by `FEW`, of how many calls were timed carefully around it, by each of three alignments:
+            (cells of m, of n, of k, of groups, 1 to 3).
     """
 
     measured: npt.NDArray[np.bool_]
@@ -80,21 +86,24 @@ class Cells:
         """Those of measured calls: m, n, k, groups of careful timings, and of quick launches, which are no neighbours."""
         cells = [_cell(sizes) for sizes in (np.unique(np.asarray(careful), axis=1), *launched)]  # type: ignore[arg-type]
         shape = np.concatenate(cells, axis=1).max(axis=1) + 1
-        measured, number = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.int64)
+        number = np.zeros(shape, dtype=np.int64)
+        measured = np.zeros((*shape[:-1], min(2, shape[-1])), dtype=np.bool_)
         for some in cells:
-            measured[tuple(some)] = True
+            measured[_place(some, measured)] = True
         np.add.at(number, tuple(cells[0]), 1)
         return cls(measured, np.searchsorted(FEW, _around(number), side="right").astype(np.uint8))
 
     def __or__(self, other: Cells) -> Cells:
         """Measured here or there; neighbours where there are more."""
-        shape = np.maximum(self.measured.shape, other.measured.shape)
-        measured, neighbours = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.uint8)
-        for part in (self, other):
-            place = tuple(slice(size) for size in part.measured.shape)
-            measured[place] |= part.measured
-            np.maximum(neighbours[place], part.neighbours, out=neighbours[place])
-        return Cells(measured, neighbours)
+
+        def either(one: npt.NDArray[Any], another: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            result = np.zeros(np.maximum(one.shape, another.shape), dtype=one.dtype)
+            for part in (one, another):
+                place = tuple(slice(size) for size in part.shape)
+                np.maximum(result[place], part, out=result[place])
+            return result
+
+        return Cells(either(self.measured, other.measured), either(self.neighbours, other.neighbours))
 
     def save(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -132,17 +141,18 @@ class Cells:
 
         Sizes beyond the largest measured one count as that: how far beyond they are is for `prediction.octaves_beyond`.
         """
-        away = self._away[self._place(sizes)]
+        away = self._away[_place(_cell(sizes), self._away)]
         return np.maximum(away.astype(np.float64) - NEAR, 0.0) / PER_OCTAVE
 
     def few(self, sizes: Sizes) -> npt.NDArray[np.int64]:
-        """How well known what is around each call is, (calls,): its class of neighbours, and `EACH` more where it is aligned."""
-        place = self._place(sizes)
+        """How well known what is around each call is, (calls,): its class of neighbours, and `EACH` more for each alignment."""
+        place = _place(_cell(sizes), self.neighbours)
         return np.asarray(self.neighbours[place] + EACH * place[-1])
 
-    def _place(self, sizes: Sizes) -> tuple[npt.NDArray[np.int64], ...]:
-        """Each call's cell, or the last one of a size that is larger than all that were measured."""
-        return tuple(np.minimum(_cell(sizes), np.array(self.measured.shape)[:, None] - 1))
+
+def _place(cell: npt.NDArray[np.int64], cells: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], ...]:
+    """Each call's cell, or the last one of a size, or of an alignment, that is beyond all there are."""
+    return tuple(np.minimum(cell, np.array(cells.shape)[:, None] - 1))
 
 
 @lru_cache(maxsize=256)
@@ -152,6 +162,6 @@ def _load(shape: tuple[int, ...], bits: str, neighbours: str | None) -> Cells:
 
     measured = np.unpackbits(unpacked(bits), count=int(np.prod(shape))).astype(np.bool_).reshape(shape)
     if neighbours is None:
-        measured = np.repeat(measured[..., None], 2, axis=-1)
-        return Cells(measured, np.full(measured.shape, len(FEW), dtype=np.uint8))
-    return Cells(measured, unpacked(neighbours).reshape(shape))
+        alike = np.full((*shape, WELL_KNOWN // EACH + 1), len(FEW), dtype=np.uint8)
+        return Cells(np.repeat(measured[..., None], 2, axis=-1), alike)
+    return Cells(measured, unpacked(neighbours).reshape(*shape[:-1], -1))

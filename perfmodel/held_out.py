@@ -299,8 +299,8 @@ def wider_in_doubt(kernels: npt.NDArray[Any], off: Array, doubt: npt.NDArray[np.
 def wider_where_few(kernels: npt.NDArray[Any], off: Array, few: npt.NDArray[np.int64]) -> dict[str, tuple[float, ...]]:
     """By how much, as a power, intervals of each class of neighbours are wider than those of calls with many, by kind of kernel.
 
-    The 90th percentile of how far off a class's rows are, over that of their kernel's rows that are aligned and have many, or of
-    those that are not where that is what it has. Never less for fewer neighbours.
+    The 90th percentile of how far off a class's rows are, over that of their kernel's rows that are well aligned and have many,
+    or of those that are not aligned where that is what it has. Never less for fewer neighbours.
 
     Args:
         kernels: Names, (rows,).
@@ -319,7 +319,7 @@ def wider_where_few(kernels: npt.NDArray[Any], off: Array, few: npt.NDArray[np.i
         rows, classes = (np.concatenate(part) for part in zip(*parts, strict=True))
         some = [rows[classes == number] for number in range(WELL_KNOWN + 1)]
         found = [float(np.quantile(own, COVERAGE)) if len(own) >= LEAST_ROWS else 1.0 for own in some]
-        more = np.maximum(found, 1.0).reshape(2, EACH)
+        more = np.maximum(found, 1.0).reshape(-1, EACH)
         more[-1, -1] = 1.0
         result[kind] = tuple(float(power) for power in np.maximum.accumulate(more[:, ::-1], axis=1)[:, ::-1].ravel())
     return result

@@ -52,7 +52,7 @@ TOLD_ROUNDS = 120
 NEXT_PARAMETERS = {**PARAMETERS, "objective": "reg:absoluteerror", "eta": 0.06}
 NEXT_ROUNDS = 200
 # Of those on top of another GPU's: few timings of a memory-bound kernel then say by how much it is slower, and hardly more.
-NEXT_MEMORY_PARAMETERS = {**NEXT_PARAMETERS, "max_depth": 2, "eta": 0.05, "min_child_weight": 6.0}
+NEXT_MEMORY_PARAMETERS = {**NEXT_PARAMETERS, "max_depth": 4, "eta": 0.05, "min_child_weight": 6.0}
 # Of trees that quick launches grow on top of another GPU's.
 MORE_ROUNDS = 100
 # Fewer quick launches of a kernel teach nothing.

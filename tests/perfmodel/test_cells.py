@@ -6,7 +6,20 @@ import pytest
 from scipy.ndimage import distance_transform_cdt
 
 import perfmodel
-from perfmodel.cells import ALIGNED, AROUND, EACH, FEW, FURTHEST, LAUNCH_ONLY, LAUNCH_ONLY_K, NEAR, PER_OCTAVE, WELL_KNOWN, Cells
+from perfmodel.cells import (
+    ALIGNED,
+    AROUND,
+    EACH,
+    FEW,
+    FURTHEST,
+    LAUNCH_ONLY,
+    LAUNCH_ONLY_K,
+    NEAR,
+    PER_OCTAVE,
+    WELL_ALIGNED,
+    WELL_KNOWN,
+    Cells,
+)
 from perfmodel.prediction import WIDER_BETWEEN, WIDER_MEMORY, few_neighbours, wider, wider_beyond
 
 
@@ -72,9 +85,11 @@ def test_neighbours_are_counted_as_by_hand():
     """Distinct careful timings up to so many cells away in each size, of the same alignment."""
     generator = np.random.default_rng(0)
     careful, asked = (np.exp2(generator.uniform(0, 6, (4, count))).round() for count in (3000, 500))
+    careful[2, ::10] = asked[2, ::10] = 32
 
     def cells_of(calls):
-        return np.floor(PER_OCTAVE * np.log2(calls) + 1e-9).astype(int), (calls[1] % ALIGNED == 0) & (calls[2] % ALIGNED == 0)
+        aligned = (calls[1] % ALIGNED == 0) & (calls[2] % ALIGNED == 0)
+        return np.floor(PER_OCTAVE * np.log2(calls) + 1e-9).astype(int), np.where(aligned, 1 + (calls[2] % WELL_ALIGNED == 0), 0)
 
     distinct = np.unique(careful, axis=1)
     (known, known_aligned), (of, aligned) = cells_of(distinct), cells_of(asked)
@@ -84,9 +99,11 @@ def test_neighbours_are_counted_as_by_hand():
     expected = np.searchsorted(FEW, near.sum(axis=1), side="right") + EACH * aligned
     found = Cells.of(np.concatenate([careful, careful[:, :50]], axis=1), asked).few(tuple(asked))
     np.testing.assert_array_equal(found, expected)
-    assert set(expected % EACH) == set(range(EACH)) and aligned.any() and not aligned.all()
+    assert set(expected % EACH) == set(range(EACH)) and set(aligned) == {0, 1, 2}
     # Quick launches are no neighbours.
-    assert Cells.of(sizes((16, 16, 64, 1)), sizes(*[(64, 64, 64, n) for n in range(1, 40)])).few(sizes((64, 64, 64, 8))) == [EACH]
+    assert Cells.of(sizes((16, 16, 64, 1)), sizes(*[(64, 64, 64, n) for n in range(1, 40)])).few(sizes((64, 64, 64, 8))) == [
+        2 * EACH
+    ]
 
 
 def test_where_few_were_timed_an_interval_is_wider():
@@ -96,10 +113,13 @@ def test_where_few_were_timed_an_interval_is_wider():
     entry["cells"] = Cells.of(sizes(*[(1024 + 8 * n, 64, 64, 1) for n in range(20)])).save()
     beyond = wider_beyond("torch/bf16", calls, entry)
     np.testing.assert_array_equal(wider("torch/bf16", calls, entry), beyond)
-    entry["wider_where_few"] = [4.0, 4.0, 4.0, 3.0, 2.0, 1.5, 1.25, 1.0]
-    assert few_neighbours(calls, entry).tolist() == [EACH + 2, EACH, EACH + 2]
+    entry["wider_where_few"] = [4.0, 4.0, 4.0, 3.0, 3.5, 3.5, 3.5, 1.0, 2.0, 1.5, 1.25, 1.0]
+    assert few_neighbours(calls, entry).tolist() == [2 * EACH + 2, 2 * EACH, 2 * EACH + 2]
     # That 8 does not divide its N is another class, of which none were timed.
     assert wider("torch/bf16", sizes((1024, 62, 64, 1)), entry).tolist() == [4.0]
+    # And that 32 does not divide its K another, but what was measured around is no hole for it.
+    assert wider("torch/bf16", sizes((1024, 64, 80, 1)), entry).tolist() == [3.5]
+    assert wider_beyond("torch/bf16", sizes((1024, 64, 56, 1)), entry).tolist() == [1.0]
     np.testing.assert_allclose(wider("torch/bf16", calls, entry), [1.25, max(2.0, beyond[1]), beyond[2]])
     assert beyond[2] > 2
 
@@ -110,7 +130,14 @@ def test_cells_of_before_are_read():
     saved = {"shape": list(old.shape), "bits": Cells(old, np.zeros(old.shape, dtype=np.uint8)).save()["bits"]}
     calls = sizes((1024, 64, 64, 1), (1024, 62, 63, 1), (16, 64, 1024, 1))
     np.testing.assert_array_equal(Cells.load(saved).gap_octaves(calls) > 0, [False, False, False])
-    assert Cells.load(saved).few(calls).tolist() == [WELL_KNOWN, WELL_KNOWN - EACH, WELL_KNOWN]
+    assert Cells.load(saved).few(calls).tolist() == [WELL_KNOWN, WELL_KNOWN - 2 * EACH, WELL_KNOWN]
+
+
+def test_cells_of_two_alignments_are_read():
+    """They told no K that 32 divides from others."""
+    cells = Cells.of(sizes((1024, 64, 64, 1)))
+    old = Cells.load(Cells(cells.measured, cells.neighbours[..., [0, 2]]).save())
+    assert old.few(sizes((1024, 64, 64, 1), (1024, 64, 48, 1), (1024, 62, 64, 1))).tolist() == [EACH, EACH, 0]
 
 
 def test_a_call_in_a_hole_is_an_extrapolation_and_its_interval_wider():
