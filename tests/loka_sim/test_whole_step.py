@@ -321,5 +321,6 @@ def test_uneven_weight_gradients_are_those_of_the_calibration(tmp_path):
         [other.time.us for other in found if other.kind == "uneven"] for found in (answer.others, answer.converted.others)
     )
     shipped = [other.time.us for other in of_step(answer.spec, H200) if other.kind == "uneven"]
-    assert of_bf16 == of_fp8 == pytest.approx([expected]) and expected > 1
+    # What is left of the times of two calls holds their roundings, float32's, which hang on a row's company without AVX-512.
+    assert of_bf16 == of_fp8 == pytest.approx([expected], rel=1e-5) and expected > 1
     assert shipped and abs(expected / shipped[0] - 1) > 0.05
