@@ -231,5 +231,5 @@ def by_neighbours(data: Data) -> None:
                 each = [accuracy(measured[mine], predicted[mine], ends[mine]) for ends in both]
                 above = [np.median(ends[mine, 1] / predicted[mine]) - 1 for ends in both]
                 shares = "".join(f"{value:9.1%}" for value in (each[0]["mape"], *(one["coverage"] for one in each), *above))
-                names = ("some odd", "8 divides", "32 K")[aligned] if "gemm" in of else ""
+                names = ("some odd", "8 divides", "32 divides K")[aligned] if "gemm" in of else ""
                 print(f"{of:14s}{names:>12s}{around:>10s}{each[0]['n']:9.0f}{shares}")

@@ -79,11 +79,13 @@ def drawn(count: int, seed: int, kernels: Collection[str] = TORCH, *, odd: bool 
         count: Of those drawn, from which come those that a kernel takes.
         seed: Of the draw.
         kernels: Which must take a shape, any of them.
-        odd: Draw `odd_shapes` and `odd_batched_shapes` instead, as many of each as are asked for.
+        odd: Draw `odd_shapes` and `odd_batched_shapes` instead, `count` of each that a kernel takes, in turn.
     """
     if odd:
-        pairs = zip(odd_shapes(count, seed), odd_batched_shapes(count, seed), strict=True)
-        return [shape for shape in chain.from_iterable(pairs) if any(takes(name, shape) for name in kernels)]
+        asked = {KERNELS[name].kind for name in kernels}
+        odds = {"gemm": odd_shapes, "batched_gemm": odd_batched_shapes}
+        alternating = zip(*(draw(count, seed) for kind, draw in odds.items() if kind in asked), strict=True)
+        return [shape for shape in chain.from_iterable(alternating) if any(takes(name, shape) for name in kernels)]
     rows = min((KERNELS[name].multiple_m for name in kernels if KERNELS[name].multiple_n == _BLOCK), default=4)
     share: tuple[tuple[Callable[[int, int], list[Shape]], float], ...] = (
         (gemm_shapes, 0.56), (tall_shapes, 0.07), (wide_shapes, 0.08), (interaction_shapes, 0.16), (batched_shapes, 0.05),
@@ -223,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of launches.parquet, extended if it is there")
     parser.add_argument("--count", type=int, default=60000, help="shapes to draw (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=9001)
-    parser.add_argument("--odd", action="store_true", help="shapes of any sizes (hil.shapes.odd_shapes) instead of layers'")
+    parser.add_argument("--odd", action="store_true", help="shapes of any sizes (hil.shapes.odd_shapes and odd_batched_shapes)")
     parser.add_argument(
         "--minutes", type=float, default=5.0, help="stop in time and keep what is measured (default: %(default)s)"
     )

@@ -32,11 +32,12 @@ FURTHEST = NEAR + 2 * PER_OCTAVE
 # Cells around a call's own in each size, up to an octave to 1.5 away, whose careful timings are its neighbours; how many of those
 # put it into the next class.
 AROUND, FEW = 2, (3, 11, 51)
-# By this is told whether N and K are aligned, 16 bytes of bf16, and by this whether K is well, 32 bytes of FP8: three alignments.
+# Three alignments: the first of these divides not N and K; does, 16 bytes of bf16; and the second K, too, 32 bytes of FP8.
 ALIGNED, WELL_ALIGNED = 8, 32
+ALIGNMENTS = 3
 # As many classes has each alignment, those of better aligned calls the later ones: in the last many neighbours.
 EACH = len(FEW) + 1
-WELL_KNOWN = 3 * EACH - 1
+WELL_KNOWN = ALIGNMENTS * EACH - 1
 # A call whose sizes have up to this product, and which sums up to so many, is a launch, which is known. Longer sums are not: one
 # multiprocessor may have to do all of one (1 ms at a K of 87,488 and 4 products of 8 x 13).
 LAUNCH_ONLY, LAUNCH_ONLY_K = 2**18, 2**10
@@ -48,12 +49,8 @@ def _cell(sizes: Sizes) -> npt.NDArray[np.int64]:
     half, octave = np.frexp(np.stack(sizes))
     _, n, k, _ = sizes
     aligned = (n % ALIGNED == 0) & (k % ALIGNED == 0)
-    return np.vstack(
-        [
-            PER_OCTAVE * (octave.astype(np.int64) - 1) + (half >= _UPPER_HALF),
-            aligned.astype(int) + (aligned & (k % WELL_ALIGNED == 0)),
-        ]
-    )
+    alignment = aligned * (1 + (k % WELL_ALIGNED == 0))
+    return np.vstack([PER_OCTAVE * (octave.astype(np.int64) - 1) + (half >= _UPPER_HALF), alignment])
 
 
 def _around(number: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -162,6 +159,6 @@ def _load(shape: tuple[int, ...], bits: str, neighbours: str | None) -> Cells:
 
     measured = np.unpackbits(unpacked(bits), count=int(np.prod(shape))).astype(np.bool_).reshape(shape)
     if neighbours is None:
-        alike = np.full((*shape, WELL_KNOWN // EACH + 1), len(FEW), dtype=np.uint8)
+        alike = np.full((*shape, ALIGNMENTS), len(FEW), dtype=np.uint8)
         return Cells(np.repeat(measured[..., None], 2, axis=-1), alike)
     return Cells(measured, unpacked(neighbours).reshape(*shape[:-1], -1))

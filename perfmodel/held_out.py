@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from perfmodel.calls import columns_of
-from perfmodel.cells import EACH, WELL_KNOWN, Cells
+from perfmodel.cells import ALIGNMENTS, EACH, WELL_KNOWN, Cells
 from perfmodel.choice import DOUBT, asked
 from perfmodel.hardware import HardwareSpec
 from perfmodel.judge import SHAPE
@@ -319,7 +319,7 @@ def wider_where_few(kernels: npt.NDArray[Any], off: Array, few: npt.NDArray[np.i
         rows, classes = (np.concatenate(part) for part in zip(*parts, strict=True))
         some = [rows[classes == number] for number in range(WELL_KNOWN + 1)]
         found = [float(np.quantile(own, COVERAGE)) if len(own) >= LEAST_ROWS else 1.0 for own in some]
-        more = np.maximum(found, 1.0).reshape(-1, EACH)
+        more = np.maximum(found, 1.0).reshape(ALIGNMENTS, EACH)
         more[-1, -1] = 1.0
         result[kind] = tuple(float(power) for power in np.maximum.accumulate(more[:, ::-1], axis=1)[:, ::-1].ravel())
     return result
