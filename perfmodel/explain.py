@@ -89,7 +89,7 @@ class Explanation:
             lines.append("  less than the roofline or than its shortest measured call, which it takes instead")
         if self.wider > 1.0:
             lines.append(f"  which of its kernels the library takes is in doubt: an interval {self.wider:.1f} times as wide")
-        if self.wider_where_few > max(1.0, self.wider_beyond):
+        if self.wider_where_few > self.wider_beyond and round(self.wider_where_few, 1) > 1.0:
             lines.append(f"  calls like it are less well known: an interval {self.wider_where_few:.1f} times as wide")
         if self.correction != 1.0:
             lines.append(f"  measurements on this machine: {self.correction:.2f} x")
