@@ -40,7 +40,7 @@ from hil.files import write_atomic
 from hil.fingerprint import shipped
 from hil.kernels.base import Shape
 from hil.launches import drawn, takes
-from hil.timing import BufferPool
+from hil.timing import POOL_ELEMENTS, BufferPool
 from perfmodel.choice import PARTS, TILE, Choice, asked, parts_of, vocabulary
 from perfmodel.data_folder import data_folder
 from perfmodel.hardware import DEFAULT, HardwareSpec
@@ -67,6 +67,8 @@ NETWORKS, SIDECAR = "choices", "choices.json"
 # Shapes drawn at once, of all kinds, again of many products, of few large ones and of any sizes; most values of a result;
 # bytes that torch may keep before it gives back what is free.
 _DRAWN, _MOST_OUTPUTS, _KEPT_BYTES = (600, 1200, 500, 200), 2**29, 5e9
+# Likewise of the largest calls: values of a result, and of both halves of the operands.
+_LARGE_OUTPUTS, _LARGE_POOL = 2**30, 2**32
 _SHAPE = ["m", "n", "k", "groups"]
 _KERNEL_NODE, _MEMSET_NODE, _RELAXED = 0, 2, 2
 
@@ -134,11 +136,13 @@ class Recorder:
         return self._names[key]
 
 
-def shapes_to_ask(kernels: Sequence[str], seed: int) -> list[Shape]:
-    """A few hundred shapes for the kernels asked, a third of them of many products where any takes those."""
+def shapes_to_ask(kernels: Sequence[str], seed: int, large: bool = False) -> list[Shape]:
+    """A few hundred shapes for the kernels asked, a third of them of many products where any takes those; or `large` alone."""
     everything, batched, grouped, odd = _DRAWN
+    if large:
+        return drawn(everything, seed, kernels, which="large")
     more = drawn(batched, seed + 5, (_BATCHED,)) + drawn(grouped, seed + 6, (_GROUPED,)) if _BATCHED in kernels else []
-    return drawn(everything, seed, kernels) + more + drawn(odd, seed + 7, kernels, odd=True)
+    return drawn(everything, seed, kernels) + more + drawn(odd, seed + 7, kernels, which="odd")
 
 
 def keys_of(shapes: pd.DataFrame) -> npt.NDArray[np.uint64]:
@@ -168,6 +172,7 @@ def answers(
     told: Mapping[str, Choice] | None = None,
     hardware: HardwareSpec | None = None,
     share: float = 1.0,
+    large: bool = False,
 ) -> pd.DataFrame:
     """What one process is told: rows of `kernel`, the shape and `PARTS`.
 
@@ -181,15 +186,16 @@ def answers(
         told: Networks of what is known, by kernel: with `hardware`, what they are sure of is asked by `share` alone.
         hardware: The GPU that they are asked for.
         share: Of the calls of which they are sure, those to ask.
+        large: Ask of the largest batches alone (`hil.shapes.large_shapes`); it takes 13 GB for operands.
     """
     import torch
 
     from hil.kernels import RUNNERS
 
-    until = time.time() + seconds
+    until, most_outputs = time.time() + seconds, _LARGE_OUTPUTS if large else _MOST_OUTPUTS
     rows: list[tuple[str, int, int, int, int]] = []
     parts: list[tuple[int, ...]] = []
-    recorder, pool = Recorder(), BufferPool(elements=2**30)
+    recorder, pool = Recorder(), BufferPool(elements=_LARGE_POOL if large else POOL_ELEMENTS)
     encoded: dict[tuple[str, ...], tuple[int, ...]] = {}
     seen: set[int] = set()
     small, generator = Shape(256, 256, 256, 1), np.random.default_rng([seed, number])
@@ -200,7 +206,7 @@ def answers(
             RUNNERS[name].bind(replace(small, groups=2) if name == _BATCHED else small, pool)(0)
         torch.cuda.synchronize()
         for turn in range(1_000_000):
-            drawn_now = shapes_to_ask(kernels, first + 10 * turn)
+            drawn_now = shapes_to_ask(kernels, first + 10 * turn, large)
             frame = pd.DataFrame([(s.m, s.n, s.k, s.groups) for s in drawn_now], columns=_SHAPE)
             wanted = {
                 name: worth_asking(name, frame, told[name], hardware, share, generator)
@@ -214,7 +220,7 @@ def answers(
                 if time.time() > until or len(rows) >= most:
                     found_rows = pd.DataFrame(rows, columns=["kernel", *_SHAPE])
                     return found_rows.assign(**dict(zip(PARTS, np.array(parts).reshape(-1, len(PARTS)).T, strict=True)))
-                if left_out or key in seen or shape.groups * shape.m * shape.n > _MOST_OUTPUTS:
+                if left_out or key in seen or shape.groups * shape.m * shape.n > most_outputs:
                     continue
                 seen.add(key)
                 for name in kernels:
@@ -396,6 +402,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--sure", type=float, default=1.0, metavar="SHARE",
         help="of the calls of which the networks of --start are sure, ask this share alone (default: all)",
     )  # fmt: skip
+    parser.add_argument("--large", action="store_true", help="ask of the largest batches alone (hil.shapes.large_shapes)")
     parser.add_argument("--most", type=int, default=250_000, help="answers of a process")
     parser.add_argument("--seed", type=int, default=91001)
     parser.add_argument("--workers", type=int, default=8, help="processes that ask")
@@ -444,7 +451,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asked_before = [*earlier, *([pd.read_parquet(careful, columns=_SHAPE)] if careful.is_file() else [])]
         known = np.unique(np.concatenate([np.empty(0, dtype=np.uint64), *map(keys_of, asked_before)]))
         told = {name: choice for name in kernels if options.sure < 1 and start and (choice := _choice_of(start, name))}
-        asking = (known, 60 * options.minutes, options.most, told, spec, options.sure)
+        asking = (known, 60 * options.minutes, options.most, told, spec, options.sure, options.large)
         jobs = [(kernels, number, options.seed, *asking) for number in range(options.workers)]
         if options.answers is not None:
             # Now: what was told in minutes would be lost.

@@ -3,6 +3,7 @@
     python -m hil.launches --out data/h200 --count 60000 --seed 9001 --minutes 5
     python -m hil.launches --out data/h200 --count 40000 --seed 9101 --minutes 2 --kernels 'loka/fp8_*' 'fbgemm/fp8_rowwise_*'
     python -m hil.launches --out data/h200 --count 90000 --seed 9201 --minutes 2 --odd
+    python -m hil.launches --out data/h200 --count 4000 --seed 9301 --minutes 2 --large --kernels '*'
 
 Each shape is launched three times under torch's profiler, and the median of the kernels' durations is kept: 700 rows a
 second, where replays of graphs give 85. They are 6% from those replays on average, most of it the clocks'. What a library's
@@ -45,13 +46,14 @@ from hil.shapes import (
     gemm_shapes,
     grouped_shapes,
     interaction_shapes,
+    large_shapes,
     odd_batched_shapes,
     odd_shapes,
     tall_shapes,
     tower_shapes,
     wide_shapes,
 )
-from hil.timing import BufferPool
+from hil.timing import POOL_ELEMENTS, BufferPool
 from perfmodel.gemm_plan import STEP, parts_of, plan_of
 from perfmodel.kernels import KERNELS
 
@@ -59,7 +61,8 @@ LAUNCHES = 3
 TORCH = tuple(
     name for name, spec in KERNELS.items() if name.startswith("torch/") and "gemm" in spec.kind and "grouped" not in name
 )
-_CHUNK = 800
+# Shapes that are launched under one profiler; of the largest calls, whose scales are large, too, and which take long.
+_CHUNK, _LARGE_CHUNK = 800, 80
 # Shapes whose forms of our own GEMM are compiled ahead: those that come up later are few.
 _COMPILED_FOR = 8000
 # Below this the operands stay in the L2, as they do when `hil.collect` rotates as many buffers as it may.
@@ -69,7 +72,7 @@ _MARKER = "spin_kernel"
 _BLOCK = 128
 
 
-def drawn(count: int, seed: int, kernels: Collection[str] = TORCH, *, odd: bool = False) -> list[Shape]:
+def drawn(count: int, seed: int, kernels: Collection[str] = TORCH, *, which: str = "layers") -> list[Shape]:
     """Distinct shapes, up to a quarter more than `count`: of that 56% as `gemm_shapes`, 8% of whole blocks, 15% tall or wide.
 
     And batched ones: 16% as interactions, 5% of any small sizes, 20% in few groups of any sizes, 5% that a grouped kernel takes,
@@ -79,9 +82,12 @@ def drawn(count: int, seed: int, kernels: Collection[str] = TORCH, *, odd: bool 
         count: Of those drawn, from which come those that a kernel takes.
         seed: Of the draw.
         kernels: Which must take a shape, any of them.
-        odd: Draw `odd_shapes` and `odd_batched_shapes` instead, `count` of each that a kernel takes, in turn.
+        which: "odd" for `odd_shapes` and `odd_batched_shapes` instead, `count` of each that a kernel takes, in turn; "large" for
+            `count` of `large_shapes`, of which those stay that a kernel takes.
     """
-    if odd:
+    if which == "large":
+        return [shape for shape in large_shapes(count, seed) if any(takes(name, shape) for name in kernels)]
+    if which == "odd":
         asked = {KERNELS[name].kind for name in kernels}
         odds = {"gemm": odd_shapes, "batched_gemm": odd_batched_shapes}
         alternating = zip(*(draw(count, seed) for kind, draw in odds.items() if kind in asked), strict=True)
@@ -205,14 +211,16 @@ def _profiled(calls: Sequence[tuple[Runner, Shape]], pool: BufferPool, first: in
     return [None if number in failed else value for number, value in enumerate(times)]
 
 
-def measured(shapes: Sequence[Shape], runners: Sequence[Runner], deadline: float) -> Iterator[dict[str, Any]]:
-    """Rows of (kernel, shape) until done or out of time."""
-    pool, done = BufferPool(), 0
-    for start in range(0, len(shapes), _CHUNK):
+def measured(
+    shapes: Sequence[Shape], runners: Sequence[Runner], deadline: float, chunk: int = _CHUNK
+) -> Iterator[dict[str, Any]]:
+    """Rows of (kernel, shape), so many shapes at a time, until done or out of time."""
+    pool, done = BufferPool(elements=max([POOL_ELEMENTS, *(2 * shape.largest_operand for shape in shapes)])), 0
+    for start in range(0, len(shapes), chunk):
         if time.time() > deadline:
             print(f"out of time after {start} of {len(shapes)} shapes", file=sys.stderr)
             return
-        calls = [(runner, shape) for shape in shapes[start : start + _CHUNK] for runner in runners if takes(runner.name, shape)]
+        calls = [(runner, shape) for shape in shapes[start : start + chunk] for runner in runners if takes(runner.name, shape)]
         for (runner, s), value in zip(calls, _profiled(calls, pool, LAUNCHES * done), strict=True):
             if value is not None:
                 yield {"kernel": runner.name, "m": s.m, "n": s.n, "k": s.k, "groups": s.groups, "time_us": value}
@@ -225,7 +233,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of launches.parquet, extended if it is there")
     parser.add_argument("--count", type=int, default=60000, help="shapes to draw (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=9001)
-    parser.add_argument("--odd", action="store_true", help="shapes of any sizes (hil.shapes.odd_shapes and odd_batched_shapes)")
+    draws = parser.add_mutually_exclusive_group()
+    draws.add_argument(
+        "--odd", dest="which", action="store_const", const="odd", default="layers",
+        help="shapes of any sizes (hil.shapes.odd_shapes and odd_batched_shapes)",
+    )  # fmt: skip
+    draws.add_argument(
+        "--large",
+        dest="which",
+        action="store_const",
+        const="large",
+        help="shapes of the largest batches (hil.shapes.large_shapes)",
+    )
     parser.add_argument(
         "--minutes", type=float, default=5.0, help="stop in time and keep what is measured (default: %(default)s)"
     )
@@ -251,9 +270,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began, shape = time.time(), ["m", "n", "k", "groups"]
     path, sidecar, careful = (options.out / name for name in ("launches.parquet", "launches.json", "gemm.parquet"))
     known = {tuple(row) for old in (path, careful) if old.is_file() for row in pd.read_parquet(old)[shape].to_numpy()}
-    shapes = [s for s in drawn(options.count, options.seed, names, odd=options.odd) if (s.m, s.n, s.k, s.groups) not in known]
+    shapes = [s for s in drawn(options.count, options.seed, names, which=options.which) if (s.m, s.n, s.k, s.groups) not in known]
     compile_ahead(shapes[:_COMPILED_FOR], names, options.workers)
-    fresh = pd.DataFrame(measured(shapes, [RUNNERS[name] for name in names], began + 60 * options.minutes))
+    chunk = _LARGE_CHUNK if options.which == "large" else _CHUNK
+    fresh = pd.DataFrame(measured(shapes, [RUNNERS[name] for name in names], began + 60 * options.minutes, chunk))
     if not len(fresh):
         print("nothing new was measured", file=sys.stderr)
         return 1

@@ -46,7 +46,7 @@ def test_drawn_shapes_are_distinct_and_of_every_kind():
 
 
 def test_odd_shapes_have_any_divisors_and_are_those_that_a_kernel_takes():
-    both = launches.drawn(3000, 5, odd=True)
+    both = launches.drawn(3000, 5, which="odd")
     shapes, many = both[::2], both[1::2]
     assert len(set(both)) == len(both) == 6000
     assert {s.groups for s in shapes} == {1} and min(s.groups for s in many) == 2 and max(s.groups for s in many) > 32768
@@ -57,9 +57,9 @@ def test_odd_shapes_have_any_divisors_and_are_those_that_a_kernel_takes():
                 assert sum(x % divisor == 0 and x % (2 * divisor) != 0 for x in of) > 0.04 * len(of)
             assert sum(x < 16 for x in of) > 0.1 * len(of) and max(of) >= largest
     assert sum(s.groups > 512 and max(s.m, s.n) > 512 for s in many) > 100
-    assert launches.drawn(3000, 5, ("torch/bf16_batched",), odd=True) == many
-    assert launches.drawn(3000, 5, ("torch/bf16",), odd=True) == shapes
-    fp8 = launches.drawn(3000, 5, ("torch/fp8_rowwise_fast",), odd=True)
+    assert launches.drawn(3000, 5, ("torch/bf16_batched",), which="odd") == many
+    assert launches.drawn(3000, 5, ("torch/bf16",), which="odd") == shapes
+    fp8 = launches.drawn(3000, 5, ("torch/fp8_rowwise_fast",), which="odd")
     assert 300 < len(fp8) < 1500 and set(fp8) < set(shapes) and all(s.n % 16 == 0 and s.k % 16 == 0 for s in fp8)
 
 
