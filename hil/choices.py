@@ -3,6 +3,7 @@
     python -m hil.choices --out data/h200 --minutes 1 --workers 14 --seed 91001
     python -m hil.choices --out data/h200 --minutes 2 --workers 14 --seed 95001 --kernels torch/bf16 --width 256
     python -m hil.choices --out DIR --hardware-spec FILE --learners 5 --start h200 --epochs 8
+    python -m hil.choices --out data/h200 --large --minutes 0.75 --workers 7 --most 200000 --seed 6616001 --width 256 --epochs 50
 
 A call is captured into a CUDA graph and never run: the graph's nodes name the kernels. That takes 0.3 ms, and answers without
 noise what a timed launch shows as a jump. Shapes are drawn as `hil.launches` draws them; those that `gemm.parquet` in the
@@ -11,7 +12,8 @@ written as `choices/<kernel>.json.gz`, with a sidecar that says how often each i
 `perfmodel.fit` makes features of them (`perfmodel.choice`): by the same specification of the GPU as they learn by, FILE, in the
 third form. There they go on from the networks of a shipped GPU, much of whose choices is this one's, too; from this GPU's own of
 earlier answers at a lower `--rate`, which keeps what those taught, one network of all sizes as several with `--experts`.
-`--sure 0.2` then asks mostly where they are in doubt.
+`--sure 0.2` then asks mostly where they are in doubt. In the fourth, networks of their own learn of the largest calls
+(`hil.shapes.large_shapes`), for those in the folder to hand such calls on to.
 """
 
 from __future__ import annotations
@@ -337,6 +339,34 @@ def _gone_on(start: Choice, kernels: npt.NDArray[np.int64]) -> Network | Experts
     return teaching.with_layers(start.network, [*layers[:-1], ending])  # type: ignore[list-item]
 
 
+def kept(folder: Path, kernel: str) -> Choice | None:
+    """The network of a kernel that a folder holds; None where there is none.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    path = folder / NETWORKS / choice_file(kernel)
+    return Choice.load(gzip.decompress(path.read_bytes())) if path.is_file() else None
+
+
+def put_together(folder: Path, kernel: str, choice: Choice, entry: dict[str, Any], large: bool) -> tuple[Choice, dict[str, Any]]:
+    """A network and what is said of it, with what a folder has of the other calls.
+
+    Args:
+        folder: Where `write` is to put both.
+        kernel: Which.
+        choice: What was learned.
+        entry: What is said of it.
+        large: Whether it is of the largest calls alone: then the folder's network of all others hands these on to it.
+    """
+    held = kept(folder, kernel)
+    if held is None:
+        return choice, entry
+    if large:
+        return replace(held, largest=choice), {**judged(folder).get(kernel, {}), "largest": entry}
+    return replace(choice, largest=held.largest), entry
+
+
 def judged(folder: Path) -> dict[str, Any]:
     """What a folder's sidecar says of each kernel; nothing where it is not there or damaged."""
     try:
@@ -346,12 +376,18 @@ def judged(folder: Path) -> dict[str, Any]:
 
 
 def write(folder: Path, kernel: str, choice: Choice, entry: dict[str, Any]) -> None:
-    """Put a kernel's network into a folder, in the place of an earlier one, and into the sidecar what is said of it."""
+    """Put a kernel's network into a folder, in the place of an earlier one, and into the sidecar what is said of it.
+
+    What the sidecar says of the largest calls stays where the network still knows of them.
+    """
+    said = judged(folder)
+    if choice.largest is not None and "largest" in (before := said.get(kernel, {})):
+        entry = {"largest": before["largest"], **entry}
     (folder / NETWORKS).mkdir(parents=True, exist_ok=True)
     data = gzip.compress(choice.save(), 9, mtime=0)
     write_atomic(folder / NETWORKS / choice_file(kernel), partial(Path.write_bytes, data=data))
     method = "kernels of captured calls by name, told by networks; see hil/choices.py"
-    document = {"schema_version": 2, "method": method, "kernels": {**judged(folder), kernel: entry}}
+    document = {"schema_version": 2, "method": method, "kernels": {**said, kernel: entry}}
     write_atomic(folder / SIDECAR, partial(Path.write_text, data=json.dumps(document, indent=1) + "\n"))
 
 
@@ -367,14 +403,19 @@ def _choice_of(model: PerfModel, kernel: str) -> Choice | None:
 
 
 def _learned(
-    rows: pd.DataFrame, kernels: Sequence[str], start: PerfModel | None, processes: int, teach: Callable[..., Any]
+    rows: pd.DataFrame, kernels: Sequence[str], start: PerfModel | None, processes: int, teach: Callable[..., Any], large: bool
 ) -> Iterator[tuple[str, Choice, dict[str, Any]]]:
-    """`teach`, which is `learn` but for whom and from where, of each kernel that has answers, in order, so many at a time."""
+    """`teach`, which is `learn` but for whom and from where, of each kernel that has answers, in order, so many at a time.
+
+    Those of the `large` calls begin with what `start` knows of these.
+    """
     jobs = [
         (kernel, mine, _choice_of(start, kernel) if start else None)
         for kernel in kernels
         if len(mine := rows[rows["kernel"] == kernel])
     ]
+    if large:
+        jobs = [(kernel, mine, begun and begun.largest) for kernel, mine, begun in jobs]
     if processes < 2 or len(jobs) < 2:
         yield from ((kernel, *teach(kernel, mine, start=begun)) for kernel, mine, begun in jobs)
         return
@@ -470,9 +511,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         learn, hardware=spec, epochs=options.epochs, width=options.width, rate=options.rate, experts=options.experts,
         coarse=options.coarse,
     )  # fmt: skip
-    for kernel, choice, scores in _learned(rows, kernels, start, options.learners, teach):
+    for kernel, choice, scores in _learned(rows, kernels, start, options.learners, teach, options.large):
         print(f"{kernel}: {scores}, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
-        write(options.out, kernel, choice, {"command": command, **where, **scores})
+        entry = {"command": command, **where, **scores}
+        write(options.out, kernel, *put_together(options.out, kernel, choice, entry, options.large))
     return 0
 
 

@@ -160,7 +160,9 @@ def _covered(spans: Sequence[tuple[float, float]]) -> float:
 def compile_ahead(shapes: Sequence[Shape], names: Sequence[str], workers: int) -> None:
     """Launch every form of our own GEMM that the shapes take once, in several processes that share Triton's cache."""
     own = [name for name in names if name.startswith("loka/")]
-    forms = {_form(name, shape): (name, shape) for shape in shapes for name in own if takes(name, shape)}
+    # The last of a form is its smallest; a form of none that fits into the usual pool is compiled when it is timed.
+    falling = sorted((s for s in shapes if 2 * s.largest_operand <= POOL_ELEMENTS), key=lambda s: -s.largest_operand)
+    forms = {_form(name, shape): (name, shape) for shape in falling for name in own if takes(name, shape)}
     todo = list(forms.values())
     if todo:
         with multiprocessing.get_context("spawn").Pool(workers) as pool:

@@ -102,7 +102,7 @@ def taught(
 
     kept, batch = teaching.shared_out(begun, matrix), min(BATCH * experts, len(matrix) // 20 + 1)
     network = teaching.taught(begun, on_device, kept, loss, epochs, batch, rate, seed, coarse=True, on_epoch=on_epoch)
-    return Choice(teaching.halved(network), teacher.kernels)
+    return Choice(teaching.halved(network), teacher.kernels, teacher.largest)
 
 
 def _alike(choice: Choice, other: Choice, matrix: npt.NDArray[np.float32]) -> float:

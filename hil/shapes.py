@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 
 from hil.kernels.base import Shape
+from perfmodel.choice import LARGE_FLOP, LARGE_VALUES
 
 _ROUND_FEATURES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 _ODD_FEATURES = (1, 2, 10, 13, 26, 27, 39, 100, 351, 367, 479, 845, 1000, 3337, 6045)
-_MAX_FLOPS = 2.2e12
-_MAX_OPERAND = 2**29
+_MAX_FLOPS, _MAX_OPERAND = LARGE_FLOP, LARGE_VALUES
 # Of the shapes of the largest batches alone.
 _LARGEST_FLOPS, _LARGEST_OPERAND, _LARGEST_OUTPUT = 2e13, 2**31, 2**30
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,9 @@ _WAVES_M, _WAVES_N = (64, 128, 192, 256), (16, 32, 64, 96, 128, 160, 192, 256)
 # Periods of a size's logarithm to base 2: a half, one, two, four.
 _FREQUENCIES = (0.5, 1.0, 2.0, 4.0)
 _ROWS = 2048
+# Calls of more floating-point operations, or of more values of an operand or the result, are the largest.
+LARGE_FLOP, LARGE_VALUES = 2.2e12, 2**29
+_ROUNDED = 1e-4
 # How sure the network is of its choice, in classes of doubt: probabilities below which one is in the next class.
 DOUBT = (0.99, 0.9, 0.7, 0.5)
 
@@ -148,10 +152,12 @@ class Choice:
             several, each for results of some sizes.
         kernels: `PARTS` of those that the library was seen to choose, (kernels, parts). The likeliest has the largest sum of the
             values of its tile and its rest.
+        largest: What tells it of the largest calls (`are_largest`), where that is learned apart.
     """
 
     network: Network | Experts
     kernels: Codes
+    largest: Choice | None = None
 
     @cached_property
     def _numbers(self) -> tuple[Codes, Codes, Codes]:
@@ -166,6 +172,15 @@ class Choice:
 
         That is by `DOUBT`: 0 where the network is sure, 4 where the likeliest tile and rest have half a chance, or are none.
         """
+        if self.largest is None or not (apart := are_largest(matrix)).any():
+            return self._told(matrix)
+        parts, doubt = np.empty((len(matrix), len(PARTS)), dtype=np.int64), np.empty(len(matrix), dtype=np.int64)
+        parts[apart], doubt[apart] = self.largest.told(matrix[apart])
+        parts[~apart], doubt[~apart] = self._told(matrix[~apart])
+        return parts, doubt
+
+    def _told(self, matrix: npt.NDArray[np.floating]) -> tuple[Codes, npt.NDArray[np.int64]]:
+        """As `told`, by this network whatever the calls."""
         kernel, chance = np.empty(len(matrix), dtype=np.int64), np.empty(len(matrix))
         with single_threaded():
             for rows, values in self.network.blocks(matrix):
@@ -196,7 +211,8 @@ class Choice:
 
     def save(self) -> bytes:
         """As JSON."""
-        return json.dumps({"kernels": self.kernels.tolist(), "network": json.loads(self.network.save())}).encode()
+        document = {"kernels": self.kernels.tolist(), "network": json.loads(self.network.save())}
+        return json.dumps(document if self.largest is None else {**document, "largest": json.loads(self.largest.save())}).encode()
 
     @classmethod
     def load(cls, saved: bytes) -> Choice:
@@ -206,17 +222,33 @@ class Choice:
             ValueError: it is damaged.
         """
         try:
-            document = json.loads(saved)
-            kernels = np.asarray(document["kernels"], dtype=np.int64)
-            network_document = document["network"]
-            network = (Experts if "networks" in network_document else Network).of(network_document)
-            if kernels.ndim != 2 or kernels.shape[1] != len(PARTS) or not len(kernels):
-                raise ValueError
-            if network.values != sum(len(halves) for halves, _ in vocabulary(kernels)):
-                raise ValueError
+            return cls.of(json.loads(saved))
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError("the choice is damaged") from error
-        return cls(network, kernels)
+
+    @classmethod
+    def of(cls, document: dict[str, Any]) -> Choice:
+        """What `save` made, read from JSON.
+
+        Raises:
+            IndexError, KeyError, TypeError, ValueError: it is damaged.
+        """
+        kernels = np.asarray(document["kernels"], dtype=np.int64)
+        network_document = document["network"]
+        network = (Experts if "networks" in network_document else Network).of(network_document)
+        if kernels.ndim != 2 or kernels.shape[1] != len(PARTS) or not len(kernels):
+            raise ValueError
+        if network.values != sum(len(halves) for halves, _ in vocabulary(kernels)):
+            raise ValueError
+        return cls(network, kernels, cls.of(document["largest"]) if "largest" in document else None)
+
+
+def are_largest(matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.bool_]:
+    """Which rows of what `asked` makes are of the largest calls, (rows,): `LARGE_FLOP`, `LARGE_VALUES`."""
+    m, n, k, groups, flop = matrix[:, :5].T
+    values = groups + np.maximum(m + k, np.maximum(n + k, m + n))
+    # The logarithms are rounded.
+    return (flop > np.log2(LARGE_FLOP) + _ROUNDED) | (values > np.log2(LARGE_VALUES) + _ROUNDED)
 
 
 def vocabulary(kernels: Codes) -> list[tuple[Codes, Codes]]:

@@ -13,7 +13,7 @@ import hil.kernels
 from hil import choices
 from hil.kernels.base import Shape
 from perfmodel import hardware
-from perfmodel.choice import PARTS, TILE, Choice, asked, parts_of, vocabulary
+from perfmodel.choice import PARTS, TILE, Choice, are_largest, asked, parts_of, vocabulary
 from perfmodel.data_folder import data_folder
 from perfmodel.model import choice_file
 from perfmodel.network import Experts
@@ -219,6 +219,36 @@ def test_from_answers_in_a_file_networks_are_written(library, tmp_path, monkeypa
     assert all(judged == sidecar["kernels"][name] for name, judged in again.items() if name != KERNEL)
     choice = Choice.load(gzip.decompress((tmp_path / "choices" / choice_file(KERNEL)).read_bytes()))
     assert set(choice.kernels[:, 0]) == {64, 128} and np.isfinite(choice.network.layers[0][0]).all()
+
+
+def test_the_largest_calls_have_networks_that_those_in_the_folder_hand_them_on_to(library, tmp_path):
+    few = choices.answers((KERNEL,), 0, 7, NONE, 60.0, 3000)
+    many = choices.answers((KERNEL,), 0, 7, NONE, 60.0, 400, large=True)
+    for name, rows in (("few", few), ("many", many)):
+        rows.to_parquet(tmp_path / f"{name}.parquet")
+
+    def matrix_of(rows):
+        return asked(KERNEL, *(rows[name].to_numpy(float) for name in ("m", "n", "k", "groups")), hardware.load("h200"))
+
+    assert are_largest(matrix_of(many)).all() and are_largest(matrix_of(few)).mean() < 0.05
+    arguments = ["--out", str(tmp_path), "--kernels", KERNEL, "--width", "16", "--epochs", "1"]
+
+    def learned(name, *more):
+        assert choices.main([*arguments, "--answers", str(tmp_path / f"{name}.parquet"), *more]) == 0
+        entry = json.loads((tmp_path / "choices.json").read_text())["kernels"][KERNEL]
+        return Choice.load(gzip.decompress((tmp_path / "choices" / choice_file(KERNEL)).read_bytes())), entry
+
+    alone, said = learned("few")
+    assert alone.largest is None and "largest" not in said
+    both, said_of_both = learned("many", "--large")
+    assert said_of_both["largest"]["rows"] < said["rows"] == said_of_both["rows"]
+    for rows, whose in ((few[~are_largest(matrix_of(few))], alone), (many, both.largest)):
+        for mine, its in zip(both.told(matrix_of(rows)), whose.told(matrix_of(rows)), strict=True):
+            np.testing.assert_array_equal(mine, its)
+    # Others anew: what is known of the largest stays.
+    again, said_again = learned("few", "--width", "24")
+    assert again.largest.save() == both.largest.save() and said_again["largest"] == said_of_both["largest"]
+    assert said_again["command"] != said["command"]
 
 
 def test_answers_of_earlier_runs_are_learned_from_and_not_asked_again(library, tmp_path, monkeypatch, capsys):

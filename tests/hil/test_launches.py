@@ -7,6 +7,7 @@ import pytest
 
 from hil import launches
 from hil.kernels.base import Shape
+from hil.shapes import large_shapes
 
 
 def profile(*calls: list[float]) -> list[tuple[float, float, str]]:
@@ -61,6 +62,12 @@ def test_odd_shapes_have_any_divisors_and_are_those_that_a_kernel_takes():
     assert launches.drawn(3000, 5, ("torch/bf16",), which="odd") == shapes
     fp8 = launches.drawn(3000, 5, ("torch/fp8_rowwise_fast",), which="odd")
     assert 300 < len(fp8) < 1500 and set(fp8) < set(shapes) and all(s.n % 16 == 0 and s.k % 16 == 0 for s in fp8)
+
+
+def test_the_largest_are_those_that_a_kernel_takes():
+    shapes = launches.drawn(200, 5, which="large")
+    assert shapes == large_shapes(200, 5) and max(s.k for s in shapes) > 2**21
+    assert set(launches.drawn(200, 5, ("torch/bf16_batched",), which="large")) == {s for s in shapes if s.groups > 1} != set()
 
 
 def test_saved_rows_and_their_origin(tmp_path):
