@@ -289,13 +289,16 @@ def with_choice(
     kernel: str,
     sizes: tuple[Array, Array, Array, Array],
     hardware: HardwareSpec,
+    doubted: bool = True,
 ) -> tuple[list[str], Array, npt.NDArray[np.int64]]:
     """Features, followed by those of the kernel that the library is likely to choose, and each call's class of doubt.
 
-    Without a choice the features are as they were, and nothing is in doubt.
+    That class is the last feature, too, if `doubted`. Without a choice the features are as they were, and nothing is in doubt.
     """
     if choice is None:
         return names, matrix, np.zeros(len(matrix), dtype=np.int64)
     parts, doubt = choice.told(asked(kernel, *sizes, hardware))
     more, columns = chosen_features(parts, *sizes, hardware)
+    if doubted:
+        return [*names, *more, "chosen_doubt"], np.column_stack([matrix, columns, doubt]), doubt
     return [*names, *more], np.column_stack([matrix, columns]), doubt

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from perfmodel.calls import Sizes
 from perfmodel.cells import WELL_KNOWN, Cells
 from perfmodel.choice import Choice, with_choice
-from perfmodel.features import PLANNED, features
+from perfmodel.features import DOUBTED, PLANNED, features
 from perfmodel.hardware import HardwareSpec
 from perfmodel.kernels import KERNELS
 from perfmodel.memory_costs import estimated_us
@@ -167,7 +167,7 @@ class Seen(NamedTuple):
     ) -> Seen:
         """Features, those of the kernel that is likely chosen, and what the network makes of both."""
         known = features(kernel, *sizes, hardware, planned)
-        seen = cls(*with_choice(*known, choice, kernel, sizes, hardware))
+        seen = cls(*with_choice(*known, choice, kernel, sizes, hardware, doubted=planned >= DOUBTED))
         if network is None:
             return seen
         smooth = network.predict(seen.matrix)
