@@ -55,7 +55,8 @@ _FREQUENCIES = (0.5, 1.0, 2.0, 4.0)
 _ROWS = 2048
 # Calls of more floating-point operations, or of more values of an operand or the result, are the largest.
 LARGE_FLOP, LARGE_VALUES = 2.2e12, 2**29
-_ROUNDED = 1e-4
+# What a size read back from its logarithm is multiplied by, not to lie beyond them for being rounded.
+_ROUNDED = 1 - 1e-5
 # How sure the network is of its choice, in classes of doubt: probabilities below which one is in the next class.
 DOUBT = (0.99, 0.9, 0.7, 0.5)
 
@@ -172,7 +173,7 @@ class Choice:
 
         That is by `DOUBT`: 0 where the network is sure, 4 where the likeliest tile and rest have half a chance, or are none.
         """
-        if self.largest is None or not (apart := are_largest(matrix)).any():
+        if self.largest is None or not (apart := _of_largest(matrix)).any():
             return self._told(matrix)
         parts, doubt = np.empty((len(matrix), len(PARTS)), dtype=np.int64), np.empty(len(matrix), dtype=np.int64)
         parts[apart], doubt[apart] = self.largest.told(matrix[apart])
@@ -243,12 +244,17 @@ class Choice:
         return cls(network, kernels, cls.of(document["largest"]) if "largest" in document else None)
 
 
-def are_largest(matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.bool_]:
-    """Which rows of what `asked` makes are of the largest calls, (rows,): `LARGE_FLOP`, `LARGE_VALUES`."""
-    m, n, k, groups, flop = matrix[:, :5].T
-    values = groups + np.maximum(m + k, np.maximum(n + k, m + n))
-    # The logarithms are rounded.
-    return (flop > np.log2(LARGE_FLOP) + _ROUNDED) | (values > np.log2(LARGE_VALUES) + _ROUNDED)
+def are_largest(sizes: Sizes) -> npt.NDArray[np.bool_]:
+    """Which calls of sizes m, n, k and groups are of the largest, (calls,): `LARGE_FLOP`, `LARGE_VALUES`."""
+    m, n, k, groups = sizes
+    values = groups * np.maximum(m * k, np.maximum(n * k, m * n))
+    return np.asarray((2 * groups * m * n * k > LARGE_FLOP) | (values > LARGE_VALUES))
+
+
+def _of_largest(matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.bool_]:
+    """`are_largest`, for what `asked` makes of calls: it begins with the logarithms of their sizes, which are rounded."""
+    m, n, k, groups = _ROUNDED * 2.0 ** matrix[:, :4].T.astype(np.float64)
+    return are_largest((m, n, k, groups))
 
 
 def vocabulary(kernels: Codes) -> list[tuple[Codes, Codes]]:

@@ -15,7 +15,7 @@ from perfmodel.roofline import flops, moved_bytes, roofline_us
 Array = npt.NDArray[np.float64]
 
 # How much is told of a launch: 0 nothing, 1 what is known of memory-bound kernels and of one product of many, 2 how our GEMM is
-# cut, too, 3 how sure it is which kernel the library chooses (`perfmodel.choice`), besides.
+# cut, too, 3 of products of many how sure it is which kernel the library chooses (`perfmodel.choice`), besides.
 DOUBTED = PLANNED = 3
 # Output tiles that cuBLAS and CUTLASS use on Hopper for bf16 and FP8 (M x N).
 TILES = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 128))

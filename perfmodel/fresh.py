@@ -4,7 +4,8 @@ Runs left out of the fit (`perfmodel.held_out`) say how an interval's width foll
 what was measured around it. But they were drawn to teach, many of odd sizes, and trees without them know less than
 those that are shipped: by these alone 83% to 99% of fresh measurements are inside, by kernel and size class. So the factors of
 each family and size class are raised to the power at which they hold 90% of the fresh sweeps: split-conformal once more, by the
-shipped trees themselves. A sweep is judged by powers that it did not help to find.
+shipped trees themselves. A sweep is judged by powers that it did not help to find. Of a library's largest calls
+(`perfmodel.choice.are_largest`) few are fitted, which asks for a power of their own; there a run stands for a sweep.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import numpy.typing as npt
 import pandas as pd
 
 from perfmodel.calls import columns_of
+from perfmodel.choice import are_largest
 from perfmodel.held_out import COVERAGE
-from perfmodel.kernels import KERNELS
+from perfmodel.kernels import KERNELS, library_of
 from perfmodel.model import PerfModel
 from perfmodel.prediction import SIZE_CLASSES_US, bounds_of, size_class, wider
 
@@ -28,8 +30,10 @@ Array = npt.NDArray[np.float64]
 Powers = Mapping[str, Sequence[float]]
 """By family, a power for each size class."""
 CLASSES = len(SIZE_CLASSES_US) + 1
-# Whole models' shapes, and calls beyond what is fitted: kept for judging alone.
-KEPT = ("zoo", "zoo_large", "blind_large")
+# Whole models' shapes: kept for judging alone.
+KEPT = ("zoo",)
+# Behind a library's name, the family of its largest calls.
+LARGEST = ", largest GEMMs"
 # A family counts beside so many rows that ask for no other width, a size class beside so many as its family. With these, each
 # family of 200 rows of an H200's and an H100's fresh sweeps is inside 88% to 92%, of sweeps that had no say; with half as many,
 # each of an H200's, and all but one of an H100's, which has a sixth of its fresh times.
@@ -51,9 +55,9 @@ class Fresh:
     """Fresh measurements beside intervals that none of them has widened.
 
     Attributes:
-        family: `family_of` each row's kernel, (rows,).
+        family: `family_of` each row's kernel, or of its library's largest calls, (rows,).
         size_class: Of its predicted time, (rows,).
-        sweep: Its sweep, (rows,).
+        sweep: Its sweep, and its run where it is of the largest calls, (rows,).
         needed: The logarithm of the power of its interval's factors at which the measurement is at an end of it, (rows,).
         heard: Whether it has a say, (rows,).
     """
@@ -66,7 +70,7 @@ class Fresh:
 
     @classmethod
     def of(cls, rows: pd.DataFrame, predicted: Array, bounds: Array) -> Fresh:
-        """Rows that no fit saw, with `kernel`, `sweep`, `p50_us`, `shared` and `settled`, beside predictions.
+        """Rows that no fit saw, with `kernel`, sizes, `sweep`, `run`, `p50_us`, `shared` and `settled`, beside predictions.
 
         The sweeps `KEPT` have no say, nor have GEMMs that were timed beside other processes, nor what was timed at another's
         clock.
@@ -81,10 +85,13 @@ class Fresh:
         # An interval without width on one side holds nothing there, whatever the power.
         needed = np.log(np.maximum(np.abs(off), 1e-9) / np.maximum(end, 1e-9))
         gemm = np.array(["gemm" in KERNELS[name].kind for name in rows["kernel"]], dtype=bool)
-        sweep = rows["sweep"].to_numpy(dtype=object)
+        sweep = rows["sweep"].to_numpy(dtype=object, copy=True)
         shared, settled = (rows[name].to_numpy(dtype=bool) for name in ("shared", "settled"))
         heard = ~np.isin(sweep.astype(str), KEPT) & settled & ~(gemm & shared)
-        return cls(_families(rows), size_class(predicted), sweep, needed, heard)
+        family, run = _families(rows), rows["run"].to_numpy()
+        largest = _of_largest(family)
+        sweep[largest] = [f"{name}, run {number}" for name, number in zip(sweep[largest], run[largest], strict=True)]
+        return cls(family, size_class(predicted), sweep, needed, heard)
 
     def powers(self, without: str | None = None) -> Powers:
         """The power of each size class's interval factors, by family; of what there are no rows of it is 1, and not there.
@@ -94,10 +101,16 @@ class Fresh:
         """
         found = {}
         heard = self.heard & (self.sweep != without)
+        largest = _of_largest(self.family)
         for family in dict.fromkeys(self.family[heard].tolist()):
             mine = heard & (self.family == family)
-            usual = _beside(self.needed[mine], ALIKE_FAMILY_ROWS, 0.0)
-            own = [_beside(self.needed[mine & (self.size_class == c)], ALIKE_CLASS_ROWS, usual) for c in range(CLASSES)]
+            if family.endswith(LARGEST):
+                # Beside all libraries', and of any size alike: few are of another class than the last.
+                everyones = _beside(self.needed[heard & largest], ALIKE_CLASS_ROWS, 0.0)
+                own = [_beside(self.needed[mine], ALIKE_CLASS_ROWS, everyones)] * CLASSES
+            else:
+                usual = _beside(self.needed[mine], ALIKE_FAMILY_ROWS, 0.0)
+                own = [_beside(self.needed[mine & (self.size_class == c)], ALIKE_CLASS_ROWS, usual) for c in range(CLASSES)]
             found[family] = [float(power) for power in np.exp(own)]
         return found
 
@@ -112,7 +125,13 @@ class Fresh:
 
 
 def _families(rows: pd.DataFrame) -> npt.NDArray[Any]:
-    return np.array([family_of(name) for name in rows["kernel"]], dtype=object)
+    largest = are_largest(columns_of(rows)) & np.array(["gemm" in KERNELS[name].kind for name in rows["kernel"]], dtype=bool)
+    names = zip(rows["kernel"], largest, strict=True)
+    return np.array([library_of(name) + LARGEST if large else family_of(name) for name, large in names], dtype=object)
+
+
+def _of_largest(families: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    return np.array([family.endswith(LARGEST) for family in families], dtype=bool)
 
 
 def _power(family: npt.NDArray[Any], classes: npt.NDArray[np.int64], powers: Powers) -> Array:
@@ -141,6 +160,8 @@ def raise_bounds(rows: pd.DataFrame, predicted: Array, bounds: Array, powers: Po
 def raise_factors(entries: Mapping[str, Any], powers: Powers) -> dict[str, Any]:
     """A manifest's kernels with the interval factors of each size class raised, and the powers by which: `interval_powers`.
 
+    `wider_where_largest` is by how much further they are of the largest calls, which nearly all are of the last size class.
+
     Args:
         entries: By kernel.
         powers: Of `Fresh.powers`.
@@ -150,13 +171,17 @@ def raise_factors(entries: Mapping[str, Any], powers: Powers) -> dict[str, Any]:
         own = np.array(powers.get(family_of(kernel), [1.0] * CLASSES))
         factors = np.asarray(entry["interval_factors"]) ** own[:, None]
         result[kernel] = {**entry, "interval_factors": factors.tolist(), "interval_powers": own.tolist()}
+        if "gemm" in KERNELS[kernel].kind and (largest := powers.get(library_of(kernel) + LARGEST)):
+            result[kernel]["wider_where_largest"] = float(largest[-1] / own[-1])
     return result
 
 
 def lower_factors(entry: Mapping[str, Any]) -> dict[str, Any]:
     """A kernel of a manifest as it was before `raise_factors`; one that was never raised as it is."""
     own = 1 / np.array(entry.get("interval_powers", [1.0] * CLASSES))
-    return {**entry, "interval_factors": (np.asarray(entry["interval_factors"]) ** own[:, None]).tolist()}
+    lowered = {**entry, "interval_factors": (np.asarray(entry["interval_factors"]) ** own[:, None]).tolist()}
+    lowered.pop("wider_where_largest", None)
+    return lowered
 
 
 def shown(rows: pd.DataFrame, predicted: Array) -> dict[str, dict[str, list[float]]]:

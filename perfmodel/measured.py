@@ -46,8 +46,8 @@ ALONE_FILE = "memory_alone.json"
 # A GPU that runs nothing but FBGEMM's GEMMs keeps a higher clock than one with torch's among them, as a training step has it: 170
 # shapes of the sweep `dense`, timed once so and once beside torch's (sweep `beside`), differed beyond 100 us at half the kernel's
 # best rate or more, all others were as long. So do torch's blocks of 128 (last runs of the sweep `mixed`); our own, which are
-# slower, leave it cool, too (runs of both, sweeps `wide` and `lrm`). The model before this one said of 1,174, 192, 231 and 270 such
-# shapes that ran so these factors more, over what they took, than of 140, 413, 227 and 1,243 beside all of torch's; medians.
+# slower, leave it cool, too (runs of both, sweeps `wide` and `lrm`). Of 1,174, 192, 231 and 270 such shapes that ran so the model
+# before this one said these factors more, over what they took, than of 140, 413, 227 and 1,243 beside all of torch's; medians.
 ALONE_SHARE = {
     "fbgemm/fp8_block128": 1.133, "fbgemm/fp8_rowwise_fast": 1.055, "fbgemm/fp8_rowwise_split": 1.066, "torch/fp8_block128": 1.15,
 }  # fmt: skip

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from perfmodel.calls import Sizes
 from perfmodel.cells import WELL_KNOWN, Cells
-from perfmodel.choice import Choice, with_choice
+from perfmodel.choice import Choice, are_largest, with_choice
 from perfmodel.features import DOUBTED, PLANNED, features
 from perfmodel.hardware import HardwareSpec
 from perfmodel.kernels import KERNELS
@@ -116,12 +116,15 @@ def few_neighbours(sizes: Sizes, entry: Mapping[str, Any]) -> npt.NDArray[np.int
 def wider(kernel: str, sizes: Sizes, entry: Mapping[str, Any]) -> Array:
     """The power of the interval's factors for what is known around calls, (calls,): `wider_beyond`, or for few neighbours.
 
-    Arguments as of `wider_beyond`; the entry may have `wider_where_few`, powers by that class (`perfmodel.held_out`).
+    Arguments as of `wider_beyond`; the entry may have `wider_where_few`, powers by that class (`perfmodel.held_out`), and
+    `wider_where_largest`, one more for the largest calls, by which that is raised (`perfmodel.fresh`).
     """
-    beyond = wider_beyond(kernel, sizes, entry)
-    if (powers := entry.get("wider_where_few")) is None:
-        return beyond
-    return np.maximum(beyond, np.asarray(powers)[few_neighbours(sizes, entry)])
+    power = wider_beyond(kernel, sizes, entry)
+    if (powers := entry.get("wider_where_few")) is not None:
+        power = np.maximum(power, np.asarray(powers)[few_neighbours(sizes, entry)])
+    if largest := entry.get("wider_where_largest"):
+        power = np.where(are_largest(sizes), largest * power, power)
+    return power
 
 
 def bounds_of(time_us: Array, entry: Mapping[str, Any], doubt: npt.NDArray[np.int64], wider: Array | float = 1.0) -> Array:
@@ -167,7 +170,8 @@ class Seen(NamedTuple):
     ) -> Seen:
         """Features, those of the kernel that is likely chosen, and what the network makes of both."""
         known = features(kernel, *sizes, hardware, planned)
-        seen = cls(*with_choice(*known, choice, kernel, sizes, hardware, doubted=planned >= DOUBTED))
+        doubted = planned >= DOUBTED and KERNELS[kernel].kind == "batched_gemm"
+        seen = cls(*with_choice(*known, choice, kernel, sizes, hardware, doubted))
         if network is None:
             return seen
         smooth = network.predict(seen.matrix)

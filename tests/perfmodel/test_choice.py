@@ -7,7 +7,18 @@ import pytest
 from scipy.special import softmax
 
 from perfmodel import hardware
-from perfmodel.choice import DOUBT, PARTS, Choice, asked, chosen_features, parts_of, with_choice
+from perfmodel.choice import (
+    DOUBT,
+    LARGE_FLOP,
+    LARGE_VALUES,
+    PARTS,
+    Choice,
+    are_largest,
+    asked,
+    chosen_features,
+    parts_of,
+    with_choice,
+)
 from perfmodel.features import features
 from perfmodel.network import Experts, Network
 
@@ -85,7 +96,12 @@ def test_the_likeliest_is_taken_and_stands_behind_the_features(choice):
     known = features(KERNEL, *sizes, H200)
     names, matrix, doubted = with_choice(*known, choice, KERNEL, sizes, H200)
     more, expected = chosen_features(parts, *sizes, H200)
-    assert names == [*known[0], *more] and len(set(names)) == len(names)
+    assert names == [*known[0], *more, "chosen_doubt"] and len(set(names)) == len(names)
+    np.testing.assert_array_equal(matrix, np.column_stack([known[1], expected, doubt]))
+    np.testing.assert_array_equal(doubted, doubt)
+    # As trees of before know it.
+    names, matrix, doubted = with_choice(*known, choice, KERNEL, sizes, H200, doubted=False)
+    assert names == [*known[0], *more]
     np.testing.assert_array_equal(matrix, np.column_stack([known[1], expected]))
     np.testing.assert_array_equal(doubted, doubt)
     _, same, no_doubt = with_choice(*known, None, KERNEL, sizes, H200)
@@ -155,6 +171,25 @@ def test_of_several_networks_each_row_asks_its_own(choice, experts):
     assert experts.told(matrix[below][:0])[0].shape == (0, len(PARTS))
 
 
+def test_the_largest_calls_are_told_by_their_own(choice):
+    powers = np.array([[13, 13, 13, 0], [14, 13, 13, 0], [15, 13, 13, 0], [20, 9, 6, 0], [10, 9, 10, 0], [10, 9, 19, 1]])
+    m, n, k, groups = sizes = tuple(2.0**powers.T)
+    matrix, work = asked(KERNEL, *sizes, H200), 2 * m * n * k * groups
+    values = groups * np.maximum(m * k, np.maximum(n * k, m * n))
+    apart = (work > LARGE_FLOP) | (values > LARGE_VALUES)
+    # At an edge is not beyond it.
+    assert apart.tolist() == [False, False, True, False, False, True] == are_largest(sizes).tolist()
+    assert values[3] == LARGE_VALUES and 0.99 * LARGE_FLOP < work[1] < LARGE_FLOP > work[5]
+    swapped = Choice(choice.network, choice.kernels[::-1])
+    both = Choice(choice.network, choice.kernels, swapped)
+    for of in (both, Choice.load(both.save())):
+        told, doubt = of.told(matrix)
+        for mine, whose in ((apart, swapped), (~apart, choice)):
+            for one, other in zip((told, doubt), whose.told(matrix), strict=True):
+                np.testing.assert_array_equal(one[mine], other[mine])
+    assert Choice.load(choice.save()).largest is None
+
+
 def test_experts_that_do_not_fit_together_are_refused(experts):
     document = json.loads(experts.save())
     network = document["network"]
@@ -179,6 +214,8 @@ def test_a_damaged_one_is_refused(choice):
         {**document, "kernels": []},
         {**document, "kernels": [kernel[:5] for kernel in document["kernels"]]},
         {**document, "network": {}},
+        {**document, "largest": {}},
+        {**document, "largest": {**document, "kernels": []}},
     ):
         with pytest.raises(ValueError, match="the choice is damaged"):
             Choice.load(json.dumps(wrong).encode())

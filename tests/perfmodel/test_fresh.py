@@ -6,7 +6,19 @@ import pytest
 
 import perfmodel
 from perfmodel import fit, fresh
-from perfmodel.fresh import ALIKE_CLASS_ROWS, ALIKE_FAMILY_ROWS, Fresh, family_of, lower_factors, raise_bounds, raise_factors
+from perfmodel.choice import are_largest
+from perfmodel.fresh import (
+    ALIKE_CLASS_ROWS,
+    ALIKE_FAMILY_ROWS,
+    LARGEST,
+    Fresh,
+    family_of,
+    lower_factors,
+    raise_bounds,
+    raise_factors,
+)
+from perfmodel.kernels import KERNELS
+from perfmodel.prediction import bounds_of, wider
 
 KERNEL = "torch/bf16"
 # Two standard normal deviations hold 90%, in this many of one.
@@ -19,6 +31,7 @@ def rows_of(spread, sweep="blind3", kernel=KERNEL, count=40_000, seed=0, **colum
     predicted = np.full(count, 50.0)
     measured = predicted * np.exp(0.1 * spread * generator.standard_normal(count))
     rows = pd.DataFrame({"kernel": kernel, "sweep": sweep, "p50_us": measured, "shared": False, "settled": True})
+    rows = rows.assign(m=64, n=64, k=64, groups=1, run=0)
     return rows.assign(**columns), predicted, predicted[:, None] * np.exp([-0.1, 0.1])
 
 
@@ -65,6 +78,44 @@ def test_a_sweep_has_no_say_in_its_own_intervals():
     # 90% of a normal variable hold 58.9% of one of twice its deviation.
     assert found[rows["sweep"] == "blind5"].mean() == pytest.approx(0.589, abs=0.01)
     assert found[rows["sweep"] == "blind3"].mean() > 0.93
+
+
+def test_the_largest_calls_of_a_library_have_a_power_of_their_own_and_runs_for_sweeps():
+    large = {"m": 2**21, "k": 512}
+    rows, predicted, bounds = together(
+        rows_of(1.0, count=4000),
+        *(
+            rows_of(2.0, "blind_large", name, 4000, run, run=run, **large)
+            for run, name in ((1, KERNEL), (2, "torch/fp8_block128"))
+        ),
+    )
+    asked = Fresh.of(rows, predicted, bounds)
+    assert dict.fromkeys(asked.family) == dict.fromkeys([KERNEL, f"torch{LARGEST}"])
+    assert set(asked.sweep) == {"blind3", "blind_large, run 1", "blind_large, run 2"}
+    powers = asked.powers()
+    assert powers[KERNEL][2] == pytest.approx(NORMAL, rel=0.1) and powers[f"torch{LARGEST}"][2] == pytest.approx(
+        2 * NORMAL, rel=0.05
+    )
+    assert inside(rows, asked.raised(predicted, bounds))[4000:].mean() == pytest.approx(0.9, abs=0.02)
+    # Another library's few beside what all of the largest ask for.
+    more = rows_of(1.0, "blind_large", "loka/fp8_rowwise_fast", 100, 5, run=3, **large)
+    ours = Fresh.of(*together((rows, predicted, bounds), more)).powers()[f"loka{LARGEST}"][3]
+    assert 1.2 * NORMAL < ours < 1.8 * NORMAL
+
+
+def test_intervals_of_the_largest_calls_are_raised_where_they_are_asked():
+    entry = {"interval_factors": [[0.9, 1.2]] * 4, "range": {}}
+    raised = raise_factors(
+        {KERNEL: entry, "torch/relu_forward": entry}, {KERNEL: [1.0, 1.0, 1.0, 2.0], f"torch{LARGEST}": [3.0] * 4}
+    )
+    assert raised[KERNEL]["wider_where_largest"] == 1.5 and "wider_where_largest" not in raised["torch/relu_forward"]
+    assert lower_factors(raised[KERNEL]) == {**entry, "interval_powers": [1.0, 1.0, 1.0, 2.0]}
+    sizes = tuple(np.array(x, dtype=float) for x in ([64, 2**20], [64, 512], [64, 1024], [1, 1]))
+    np.testing.assert_array_equal(are_largest(sizes), [False, True])
+    np.testing.assert_allclose(wider(KERNEL, sizes, raised[KERNEL]), [1.0, 1.5])
+    time = np.array([200.0, 200.0])
+    found = bounds_of(time, raised[KERNEL], np.zeros(2, dtype=int), wider(KERNEL, sizes, raised[KERNEL])) / time[:, None]
+    np.testing.assert_allclose(found, [[0.9**2, 1.2**2], [0.9**3, 1.2**3]])
 
 
 @pytest.mark.parametrize(
@@ -114,7 +165,12 @@ def test_the_shipped_powers_are_those_of_the_shipped_sweeps(hardware):
     powers = asked.powers()
     for kernel, entry in model.manifest["kernels"].items():
         # Another processor's matrix products end in other bits, and a row at an edge in another class.
-        assert entry["interval_powers"] == pytest.approx(powers.get(family_of(kernel), [1.0] * 4), rel=0.03)
+        own = powers.get(family_of(kernel), [1.0] * 4)
+        assert entry["interval_powers"] == pytest.approx(own, rel=0.03)
+        largest = powers.get(kernel.partition("/")[0] + LARGEST)
+        assert entry.get("wider_where_largest") == (
+            pytest.approx(largest[-1] / own[-1], rel=0.03) if "gemm" in KERNELS[kernel].kind else None
+        )
     # Sweeps that had no say are covered as all are to be, by every GEMM kernel of which there are enough rows.
     found = inside(rows, asked.raised(predicted, bounds))
     for family in dict.fromkeys(asked.family.tolist()):

@@ -12,7 +12,7 @@ import xgboost
 import perfmodel
 from perfmodel import KERNELS, data_folder
 from perfmodel.choice import with_choice
-from perfmodel.features import features
+from perfmodel.features import DOUBTED, features
 from perfmodel.fit import HELD_OUT_SWEEPS, NEVER_SEEN, read_timings
 from perfmodel.held_out import choice_regret, class_profile, folds_of, interval_factors
 from perfmodel.judge import SHAPE
@@ -78,7 +78,8 @@ def test_predict_equals_the_files_evaluated_by_xgboost(model, name):
     if KERNELS[name].kind == "gemm":
         arrays[1][1] = 48.0
     seen = features(name, *arrays, model.hardware, model.planned(name))
-    names, matrix, _ = with_choice(*seen, model.choice(name), name, arrays, model.hardware)
+    doubted = model.planned(name) >= DOUBTED
+    names, matrix, _ = with_choice(*seen, model.choice(name), name, arrays, model.hardware, doubted)
     smooth = np.zeros(2)
     if model.manifest["kernels"][name]["network"]:
         smooth = Network.load(gzip.decompress(path.with_name(network_file(name)).read_bytes())).predict(matrix)
