@@ -104,7 +104,7 @@ def test_the_largest_calls_of_a_library_have_a_power_of_their_own_and_runs_for_s
 
 
 def test_intervals_of_the_largest_calls_are_raised_where_they_are_asked():
-    entry = {"interval_factors": [[0.9, 1.2]] * 4, "range": {}}
+    entry = {"interval_factors": [[0.9, 1.2]] * 4, "range": {"product": [1.0, 2.0**50]}}
     raised = raise_factors(
         {KERNEL: entry, "torch/relu_forward": entry}, {KERNEL: [1.0, 1.0, 1.0, 2.0], f"torch{LARGEST}": [3.0] * 4}
     )
