@@ -68,27 +68,29 @@ def test_hardware_ceilings_are_the_fastest_rows(model, timings):
     assert model.hardware.peak_fp8_tflops == pytest.approx(fp8, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["torch/fp8_tensorwise_fast", "torch/rmsnorm_forward"])
+@pytest.mark.parametrize("name", ["torch/fp8_tensorwise_fast", "torch/bf16_batched", "torch/rmsnorm_forward"])
 def test_predict_equals_the_files_evaluated_by_xgboost(model, name):
-    """One kernel with a network below its trees, and one of trees alone."""
+    """Kernels with a network below their trees, of which one knows the doubt about cuBLAS's choice, and one of trees alone."""
     path = data_folder() / "h200" / "models" / model_file(name)
     booster = xgboost.Booster()
     booster.load_model(bytearray(gzip.decompress(path.read_bytes())))
     arrays = tuple(np.array(x) for x in ([4096.0, 64.0], [1024.0, 1.0], [512.0, 2048.0], [1.0, 1.0]))
-    if KERNELS[name].kind == "gemm":
-        arrays[1][1] = 48.0
+    batched = KERNELS[name].kind == "batched_gemm"
+    if "gemm" in KERNELS[name].kind:
+        arrays[1][1], arrays[3][0] = 48.0, 1 + batched
     seen = features(name, *arrays, model.hardware, model.planned(name))
-    doubted = model.planned(name) >= DOUBTED
-    names, matrix, _ = with_choice(*seen, model.choice(name), name, arrays, model.hardware, doubted)
+    assert model.planned(name) >= DOUBTED
+    names, matrix, _ = with_choice(*seen, model.choice(name), name, arrays, model.hardware, doubted=batched)
+    assert ("chosen_doubt" in names) == batched
     smooth = np.zeros(2)
     if model.manifest["kernels"][name]["network"]:
         smooth = Network.load(gzip.decompress(path.with_name(network_file(name)).read_bytes())).predict(matrix)
         names, matrix = [*names, "network"], np.column_stack([matrix, smooth])
     log_ratio = smooth + booster.predict(xgboost.DMatrix(matrix, feature_names=names))
     expected = baseline_us(name, *arrays, model.hardware, model.planned(name)) * np.exp(log_ratio)
-    frame = pd.DataFrame({"kernel": name, **dict(zip("mnk", arrays, strict=False))})
+    frame = pd.DataFrame({"kernel": name, **dict(zip(("m", "n", "k", "groups"), arrays, strict=True))})
     np.testing.assert_allclose(model.predict(frame)["time_us"], expected, rtol=1e-5)
-    assert ("network" in names) == name.startswith("torch/fp8")
+    assert ("network" in names) == ("gemm" in KERNELS[name].kind)
 
 
 def test_predict_keeps_order_and_index(model):
@@ -203,7 +205,7 @@ def test_an_explanation_says_where_the_choice_of_a_kernel_is_in_doubt(model):
     unsure, sure = (next(found for found in told if (found.wider > 1) == doubted) for doubted in (True, False))
     for found in (unsure, sure):
         low, high = model.manifest["kernels"]["torch/bf16"]["interval_factors"][size_class(np.array([found.time_us]))[0]]
-        power = found.wider * max(found.wider_beyond, found.wider_where_few)
+        power = found.wider * max(found.wider_beyond, found.wider_where_few) * found.wider_where_largest
         assert found.low_us == pytest.approx(found.time_us * low**power)
         assert found.high_us == pytest.approx(found.time_us * high**power)
     assert "is in doubt" in unsure.words() and "is in doubt" not in sure.words()
@@ -217,6 +219,17 @@ def test_an_explanation_says_where_little_is_known_around_a_call(model):
     assert f"calls like it are less well known: an interval {few.wider_where_few:.1f} times as wide" in few.words()
     many = model.explain({"kernel": "torch/bf16", "m": 8192, "n": 512, "k": 512})
     assert many.wider_where_few == 1 and "less well known" not in many.words()
+
+
+def test_an_explanation_says_that_few_calls_as_large_were_timed(model):
+    large = model.explain({"kernel": "torch/bf16", "m": 65536, "n": 8192, "k": 8192})
+    entry = model.manifest["kernels"]["torch/bf16"]
+    assert large.wider_where_largest == entry["wider_where_largest"] > 1.2 and large.outside == ()
+    power = large.wider * max(large.wider_beyond, large.wider_where_few) * large.wider_where_largest
+    assert large.high_us == pytest.approx(large.time_us * entry["interval_factors"][-1][1] ** power)
+    assert f"few calls as large were timed: an interval {large.wider_where_largest:.1f} times as wide" in large.words()
+    usual = model.explain({"kernel": "torch/bf16", "m": 8192, "n": 8192, "k": 8192})
+    assert usual.wider_where_largest == 1 and "few calls as large" not in usual.words()
 
 
 def test_an_explanation_says_what_bounds_and_what_was_never_measured(model):
