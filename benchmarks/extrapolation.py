@@ -1,6 +1,7 @@
 """Kernels learned without a region of sizes and judged in it: how far off times are there, and how wide intervals must be.
 
-`benchmarks/time_model.py extrapolation beyond` runs it. The intervals are the shipped model's, calibrated inside the sweeps.
+`benchmarks/time_model.py extrapolation beyond` runs it. The intervals are the shipped model's, calibrated inside the sweeps. The
+largest calls (`perfmodel.choice.are_largest`), of which few were measured, are left out of both: they would be the regions.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pandas as pd
 import perfmodel
 from perfmodel.calls import columns_of
 from perfmodel.cells import Cells
-from perfmodel.choice import Choice
+from perfmodel.choice import Choice, are_largest
 from perfmodel.hardware import HardwareSpec
 from perfmodel.held_out import COVERAGE, accuracy
 from perfmodel.kernels import KERNELS
@@ -122,8 +123,7 @@ def _extrapolated(data: Any, kernels: Sequence[str], regions: Any) -> Iterator[t
     labels: list[str] = []
     entries = perfmodel.load(data.hardware.name).manifest["kernels"]
     for name in (name for name in kernels if name in data.kernels):
-        rows = data.rows[data.rows["kernel"] == name].reset_index(drop=True)
-        launches = None if data.launches is None else data.launches[data.launches["kernel"] == name]
+        rows, launches = (None if frame is None else _usual(frame, name) for frame in (data.rows, data.launches))
         launches = None if launches is None or launches.empty else launches
         largest = {of: float(size.max()) for of, size in sizes(rows).items()}
         quick = {} if launches is None else regions(launches, largest)
@@ -134,6 +134,12 @@ def _extrapolated(data: Any, kernels: Sequence[str], regions: Any) -> Iterator[t
             jobs.append((name, rows, inside, outside, data.hardware, data.choices, entries[name]))
             labels.append(f"{name.removeprefix('torch/')}, {region}")
     return zip(labels, each(_learned_without, jobs), strict=True)
+
+
+def _usual(frame: pd.DataFrame, kernel: str) -> pd.DataFrame:
+    """A kernel's rows without the largest calls."""
+    mine = frame[frame["kernel"] == kernel]
+    return mine[~are_largest(columns_of(mine))].reset_index(drop=True)
 
 
 def _learned_without(
