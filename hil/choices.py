@@ -262,7 +262,7 @@ def learn(
         epochs: Times that each row is seen.
         width: Units of a hidden layer, by default `WIDTH`.
         start: To go on from, whose form is kept, but for one network of which there are to be several: another GPU's, or this
-            one's of earlier answers.
+            one's of earlier answers. What tells it of the largest calls stays as it is.
         rate: The highest learning rate.
         seed: Seeds weights, order and what is held out.
         experts: Networks, each for results of some sizes.
@@ -304,7 +304,7 @@ def learn(
 
     batch = BATCH if len(order) < MANY_ANSWERS else 4 * BATCH
     network = teaching.taught(begun, torch.from_numpy(matrix).to(device), kept, loss, epochs, batch, rate, seed, coarse=coarse)
-    choice = Choice(teaching.halved(network), known)
+    choice = Choice(teaching.halved(network), known, start.largest if start else None)
     found = choice.told(matrix[test])[0] == told[test]
     return choice, {
         "rows": len(order),
@@ -364,7 +364,7 @@ def put_together(folder: Path, kernel: str, choice: Choice, entry: dict[str, Any
         return choice, entry
     if large:
         return replace(held, largest=choice), {**judged(folder).get(kernel, {}), "largest": entry}
-    return replace(choice, largest=held.largest), entry
+    return replace(choice, largest=held.largest or choice.largest), entry
 
 
 def judged(folder: Path) -> dict[str, Any]:

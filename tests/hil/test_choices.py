@@ -251,6 +251,8 @@ def test_the_largest_calls_have_networks_that_those_in_the_folder_hand_them_on_t
     again, said_again = learned("few", "--width", "24")
     assert again.largest.save() == both.largest.save() and said_again["largest"] == said_of_both["largest"]
     assert said_again["command"] != said["command"]
+    on, _ = choices.learn(KERNEL, few, hardware.load("h200"), 1, start=both, rate=1e-6)
+    assert on.largest is both.largest and on.network is not both.network
 
 
 def test_answers_of_earlier_runs_are_learned_from_and_not_asked_again(library, tmp_path, monkeypatch, capsys):
