@@ -40,6 +40,7 @@ import pandas as pd
 from hil.command import Parser
 from hil.files import write_atomic
 from hil.fingerprint import fingerprint, has_gpu
+from hil.kernels.availability import absences, available_kernels
 from hil.kernels.base import Runner, Shape
 from hil.shapes import (
     batched_shapes,
@@ -264,6 +265,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--kernels {' '.join(options.kernels)} fits no GEMM; see: loka-sim kernels")
 
     if not has_gpu():
+        return 3
+    for line in absences(names):
+        print(line, file=sys.stderr)
+    if not (names := list(available_kernels(names))):
         return 3
     from hil.kernels import RUNNERS
 

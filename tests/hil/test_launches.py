@@ -110,3 +110,18 @@ def test_kernels_that_are_no_gemm_are_refused(capsys):
     with pytest.raises(SystemExit):
         launches.main(["--out", "nowhere", "--kernels", "loka/quantize_*"])
     assert "fits no GEMM" in capsys.readouterr().err
+
+
+def test_kernels_whose_library_is_absent_are_named_and_left_out(tmp_path, monkeypatch, capsys):
+    """Of all that are asked for, without any shape, so that nothing is launched."""
+    asked = []
+    monkeypatch.setattr(launches, "has_gpu", lambda: True)
+    monkeypatch.setattr(launches, "available_kernels", lambda names: tuple(name for name in names if name.startswith("torch/")))
+    monkeypatch.setattr(launches, "absences", lambda names: ["not available: a library"])
+    monkeypatch.setattr(launches, "drawn", lambda count, seed, kernels, which: asked.append((kernels, which)) or [])
+    monkeypatch.setattr(launches, "BufferPool", lambda elements: None)
+    assert launches.main(["--out", str(tmp_path), "--kernels", "*", "--large"]) == 1
+    (kernels, which), printed = asked[0], capsys.readouterr().err
+    assert which == "large" and len(kernels) > 5 and all(name.startswith("torch/") for name in kernels)
+    assert "not available: a library" in printed and "nothing new was measured" in printed
+    assert launches.main(["--out", str(tmp_path), "--kernels", "deepgemm/*"]) == 3 and len(asked) == 1
