@@ -5,9 +5,8 @@
     python -m hil.choices --out DIR --hardware-spec FILE --learners 5 --start h200 --epochs 8
     python -m hil.choices --out data/h200 --large --minutes 0.75 --workers 7 --most 200000 --seed 6616001 --width 256 --epochs 50
 
-A call is captured into a CUDA graph and never run: the graph's nodes name the kernels. That takes 0.3 ms, and answers without
-noise what a timed launch shows as a jump. Shapes are drawn as `hil.launches` draws them; those that `gemm.parquet` in the
-folder has are left out, so that what is learned stays ignorant of the shapes that judge it. The networks, one a kernel, are
+`hil.asking` asks. Shapes that `gemm.parquet` in the folder has are left out, so that what is learned stays ignorant of the shapes
+that judge it. The networks, one a kernel, are
 written as `choices/<kernel>.json.gz`, with a sidecar that says how often each is right on answers that it has not seen.
 `perfmodel.fit` makes features of them (`perfmodel.choice`): by the same specification of the GPU as they learn by, FILE, in the
 third form. There they go on from the networks of a shipped GPU, much of whose choices is this one's, too; from this GPU's own of
@@ -18,14 +17,13 @@ earlier answers at a lower `--rate`, which keeps what those taught, one network 
 
 from __future__ import annotations
 
-import ctypes
 import gzip
 import json
 import multiprocessing
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -37,15 +35,14 @@ import numpy.typing as npt
 import pandas as pd
 
 from hil import teaching
+from hil.asking import KERNELS_ASKED, answers, keys_of
 from hil.command import Parser
 from hil.files import write_atomic
 from hil.fingerprint import shipped
-from hil.kernels.base import Shape
-from hil.launches import drawn, takes
-from hil.timing import POOL_ELEMENTS, BufferPool
-from perfmodel.choice import PARTS, TILE, Choice, asked, parts_of, vocabulary
+from perfmodel.choice import PARTS, TILE, Choice, asked, vocabulary
 from perfmodel.data_folder import data_folder
 from perfmodel.hardware import DEFAULT, HardwareSpec
+from perfmodel.judge import SHAPE
 from perfmodel.model import PerfModel, choice_file
 from perfmodel.network import Experts, Network
 from perfmodel.saved import load, read_spec
@@ -53,11 +50,6 @@ from perfmodel.saved import load, read_spec
 if TYPE_CHECKING:
     import torch
 
-KERNELS_ASKED = (
-    "torch/bf16", "torch/bf16_batched", "torch/fp8_tensorwise_fast", "torch/fp8_tensorwise_split", "torch/fp8_block128",
-)  # fmt: skip
-# What takes many products, and what draws those that are few and large.
-_BATCHED, _GROUPED = "torch/bf16_batched", "torch/fp8_grouped_rowwise_fast"
 WIDTH, HIDDEN, BATCH, RATE = 192, 3, 2048, 3e-3
 # From so many answers on a batch is four times as large: steps are many enough, and a GPU takes hardly longer for one.
 MANY_ANSWERS = 1_000_000
@@ -66,179 +58,6 @@ SELDOM = 2e-5
 # Of the answers, for the accuracy in the sidecar.
 HELD_OUT = 10_000
 NETWORKS, SIDECAR = "choices", "choices.json"
-# Shapes drawn at once, of all kinds, again of many products, of few large ones and of any sizes; most values of a result;
-# bytes that torch may keep before it gives back what is free.
-_DRAWN, _MOST_OUTPUTS, _KEPT_BYTES = (600, 1200, 500, 200), 2**29, 5e9
-# Likewise of the largest calls: values of a result, and of both halves of the operands.
-_LARGE_OUTPUTS, _LARGE_POOL = 2**30, 2**32
-_SHAPE = ["m", "n", "k", "groups"]
-_KERNEL_NODE, _MEMSET_NODE, _RELAXED = 0, 2, 2
-
-
-class _Node(ctypes.Structure):
-    """`CUDA_KERNEL_NODE_PARAMS_v2` of the driver."""
-
-    _fields_ = [
-        ("function", ctypes.c_void_p), ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
-        ("parameters", ctypes.c_void_p), ("extra", ctypes.c_void_p), ("kernel", ctypes.c_void_p), ("context", ctypes.c_void_p),
-    ]  # fmt: skip
-
-
-class Recorder:
-    """Names the kernels of calls without running them."""
-
-    def __init__(self) -> None:
-        """Take a stream of its own: the default one cannot be captured."""
-        import torch
-
-        self._driver = ctypes.CDLL("libcuda.so.1")
-        self.stream = torch.cuda.Stream()
-        self._names: dict[int, str] = {}
-
-    def _call(self, function: str, *arguments: Any) -> None:
-        if status := getattr(self._driver, function)(*arguments):
-            raise RuntimeError(f"{function} fails with {status}")
-
-    def names(self, launch: Callable[[], Any]) -> list[str]:
-        """Names of the kernels that a call launches, in order; "memset" where it clears memory.
-
-        Call it inside `torch.cuda.stream(recorder.stream)`, after one call of that kind outside a capture.
-
-        Raises:
-            RuntimeError: the call or its capture fails.
-        """
-        stream, graph = ctypes.c_void_p(self.stream.cuda_stream), ctypes.c_void_p()
-        self._call("cuStreamBeginCapture_v2", stream, _RELAXED)
-        try:
-            launch()
-        finally:
-            status = self._driver.cuStreamEndCapture(stream, ctypes.byref(graph))
-        if status:
-            raise RuntimeError(f"cuStreamEndCapture fails with {status}")
-        try:
-            number = ctypes.c_size_t(16)
-            nodes = (ctypes.c_void_p * number.value)()
-            self._call("cuGraphGetNodes", graph, nodes, ctypes.byref(number))
-            return [name for node in nodes[: number.value] if (name := self._name(ctypes.c_void_p(node)))]
-        finally:
-            self._driver.cuGraphDestroy(graph)
-
-    def _name(self, node: ctypes.c_void_p) -> str | None:
-        kind, found = ctypes.c_int(), _Node()
-        self._call("cuGraphNodeGetType", node, ctypes.byref(kind))
-        if kind.value != _KERNEL_NODE:
-            return "memset" if kind.value == _MEMSET_NODE else None
-        self._call("cuGraphKernelNodeGetParams_v2", node, ctypes.byref(found))
-        key = found.function or found.kernel
-        if key not in self._names:
-            name = ctypes.c_char_p()
-            getter = "cuFuncGetName" if found.function else "cuKernelGetName"
-            self._call(getter, ctypes.byref(name), ctypes.c_void_p(key))
-            self._names[key] = (name.value or b"").decode()
-        return self._names[key]
-
-
-def shapes_to_ask(kernels: Sequence[str], seed: int, large: bool = False) -> list[Shape]:
-    """A few hundred shapes for the kernels asked, a third of them of many products where any takes those; or `large` alone."""
-    everything, batched, grouped, odd = _DRAWN
-    if large:
-        return drawn(everything, seed, kernels, which="large")
-    more = drawn(batched, seed + 5, (_BATCHED,)) + drawn(grouped, seed + 6, (_GROUPED,)) if _BATCHED in kernels else []
-    return drawn(everything, seed, kernels) + more + drawn(odd, seed + 7, kernels, which="odd")
-
-
-def keys_of(shapes: pd.DataFrame) -> npt.NDArray[np.uint64]:
-    """A number for each row's shape, (rows,), equal for equal shapes: two million of them are quickly sent to a process."""
-    return np.asarray(pd.util.hash_pandas_object(shapes[_SHAPE].astype(np.int64), index=False), dtype=np.uint64)
-
-
-def worth_asking(
-    kernel: str, shapes: pd.DataFrame, choice: Choice, hardware: HardwareSpec, share: float, generator: np.random.Generator
-) -> npt.NDArray[np.bool_]:
-    """Which shapes to ask of a kernel, (rows,): those in whose choice a network is in doubt, and a share of the others.
-
-    Most of what is asked at random the network knows already, and what it does not lies along the borders between two kernels.
-    """
-    m, n, k, groups = (shapes[name].to_numpy(dtype=np.float64) for name in _SHAPE)
-    _, doubt = choice.told(asked(kernel, m, n, k, groups, hardware))
-    return (doubt > 0) | (generator.random(len(shapes)) < share)
-
-
-def answers(
-    kernels: Sequence[str],
-    number: int,
-    seed: int,
-    known: npt.NDArray[np.uint64],
-    seconds: float,
-    most: int,
-    told: Mapping[str, Choice] | None = None,
-    hardware: HardwareSpec | None = None,
-    share: float = 1.0,
-    large: bool = False,
-) -> pd.DataFrame:
-    """What one process is told: rows of `kernel`, the shape and `PARTS`.
-
-    Args:
-        kernels: That are asked.
-        number: Of the process.
-        seed: Seeds the shapes, with `number`.
-        known: `keys_of` shapes to leave out.
-        seconds: When to stop.
-        most: Rows to stop at.
-        told: Networks of what is known, by kernel: with `hardware`, what they are sure of is asked by `share` alone.
-        hardware: The GPU that they are asked for.
-        share: Of the calls of which they are sure, those to ask.
-        large: Ask of the largest batches alone (`hil.shapes.large_shapes`); it takes 13 GB for operands.
-    """
-    import torch
-
-    from hil.kernels import RUNNERS
-
-    until, most_outputs = time.time() + seconds, _LARGE_OUTPUTS if large else _MOST_OUTPUTS
-    rows: list[tuple[str, int, int, int, int]] = []
-    parts: list[tuple[int, ...]] = []
-    recorder, pool = Recorder(), BufferPool(elements=_LARGE_POOL if large else POOL_ELEMENTS)
-    encoded: dict[tuple[str, ...], tuple[int, ...]] = {}
-    seen: set[int] = set()
-    small, generator = Shape(256, 256, 256, 1), np.random.default_rng([seed, number])
-    # Far from those of other processes and of runs with other seeds.
-    first = int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0])
-    with torch.cuda.stream(recorder.stream):
-        for name in kernels:
-            RUNNERS[name].bind(replace(small, groups=2) if name == _BATCHED else small, pool)(0)
-        torch.cuda.synchronize()
-        for turn in range(1_000_000):
-            drawn_now = shapes_to_ask(kernels, first + 10 * turn, large)
-            frame = pd.DataFrame([(s.m, s.n, s.k, s.groups) for s in drawn_now], columns=_SHAPE)
-            wanted = {
-                name: worth_asking(name, frame, told[name], hardware, share, generator)
-                for name in kernels
-                if told and hardware and name in told
-            }
-            keys = keys_of(frame)
-            for place, (shape, key, left_out) in enumerate(
-                zip(drawn_now, keys.tolist(), np.isin(keys, known).tolist(), strict=True)
-            ):
-                if time.time() > until or len(rows) >= most:
-                    found_rows = pd.DataFrame(rows, columns=["kernel", *_SHAPE])
-                    return found_rows.assign(**dict(zip(PARTS, np.array(parts).reshape(-1, len(PARTS)).T, strict=True)))
-                if left_out or key in seen or shape.groups * shape.m * shape.n > most_outputs:
-                    continue
-                seen.add(key)
-                for name in kernels:
-                    if takes(name, shape) and (name not in wanted or wanted[name][place]):
-                        try:
-                            launch = RUNNERS[name].bind(shape, pool)
-                            found = tuple(recorder.names(lambda bound=launch: bound(0)))  # type: ignore[misc]
-                        except (RuntimeError, ValueError):
-                            continue
-                        if found not in encoded:
-                            encoded[found] = parts_of(found)
-                        rows.append((name, shape.m, shape.n, shape.k, shape.groups))
-                        parts.append(encoded[found])
-            if torch.cuda.memory_reserved() > _KEPT_BYTES:
-                torch.cuda.empty_cache()
-    raise AssertionError
 
 
 def learn(
@@ -271,7 +90,7 @@ def learn(
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    m, n, k, groups = (rows[name].to_numpy(dtype=np.float64) for name in _SHAPE)
+    m, n, k, groups = (rows[name].to_numpy(dtype=np.float64) for name in SHAPE)
     matrix = asked(kernel, m, n, k, groups, hardware)
     told, alike = rows[list(PARTS)].to_numpy(), rows.groupby(list(PARTS))
     times = alike.size()
@@ -489,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         if not has_gpu():
             return 3
-        asked_before = [*earlier, *([pd.read_parquet(careful, columns=_SHAPE)] if careful.is_file() else [])]
+        asked_before = [*earlier, *([pd.read_parquet(careful, columns=SHAPE)] if careful.is_file() else [])]
         known = np.unique(np.concatenate([np.empty(0, dtype=np.uint64), *map(keys_of, asked_before)]))
         told = {name: choice for name in kernels if options.sure < 1 and start and (choice := _choice_of(start, name))}
         asking = (known, 60 * options.minutes, options.most, told, spec, options.sure, options.large)
@@ -498,13 +317,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Now: what was told in minutes would be lost.
             options.answers.parent.mkdir(parents=True, exist_ok=True)
         with multiprocessing.get_context("spawn").Pool(options.workers) as processes:
-            rows = pd.concat(processes.starmap(answers, jobs, chunksize=1)).drop_duplicates(["kernel", *_SHAPE])
+            rows = pd.concat(processes.starmap(answers, jobs, chunksize=1)).drop_duplicates(["kernel", *SHAPE])
         if options.answers is not None:
             write_atomic(options.answers, partial(rows.to_parquet, index=False, compression="zstd"))
     print(f"{len(rows)} answers, {time.time() - began:.0f} s", file=sys.stderr)
     if options.epochs < 1:
         return 0
-    rows = pd.concat([rows, *earlier]).drop_duplicates(["kernel", *_SHAPE])
+    rows = pd.concat([rows, *earlier]).drop_duplicates(["kernel", *SHAPE])
     command = f"python -m hil.choices {shlex.join(arguments if arguments is not None else sys.argv[1:])}"
     where = fingerprint() if torch.cuda.is_available() else {}
     teach = partial(

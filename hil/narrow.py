@@ -24,7 +24,8 @@ import numpy.typing as npt
 import pandas as pd
 
 from hil import teaching
-from hil.choices import HELD_OUT, HIDDEN, KERNELS_ASKED, judged, shapes_to_ask, write
+from hil.asking import KERNELS_ASKED, shapes_to_ask
+from hil.choices import HELD_OUT, HIDDEN, judged, write
 from hil.command import Parser
 from perfmodel.calls import columns_of
 from perfmodel.choice import Choice, asked, vocabulary

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hil.choices import KERNELS_ASKED, Recorder
+from hil.asking import KERNELS_ASKED, Recorder
 from hil.kernels import RUNNERS
 from hil.kernels.base import Shape
 from hil.timing import BufferPool

@@ -10,7 +10,7 @@ import pytest
 
 import hil.fingerprint
 import hil.kernels
-from hil import choices
+from hil import asking, choices
 from hil.kernels.base import Shape
 from perfmodel import hardware
 from perfmodel.calls import columns_of
@@ -52,16 +52,16 @@ def library(monkeypatch):
 
         return type("Runner", (), {"bind": staticmethod(bind)})
 
-    monkeypatch.setattr(choices, "Recorder", Recorder)
-    monkeypatch.setattr(choices, "BufferPool", lambda elements: None)
-    monkeypatch.setattr(hil.kernels, "RUNNERS", {name: runner(name) for name in choices.KERNELS_ASKED})
+    monkeypatch.setattr(asking, "Recorder", Recorder)
+    monkeypatch.setattr(asking, "BufferPool", lambda elements: None)
+    monkeypatch.setattr(hil.kernels, "RUNNERS", {name: runner(name) for name in asking.KERNELS_ASKED})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
 
 
 def test_answers_are_what_each_call_launches(library):
-    rows = choices.answers(choices.KERNELS_ASKED, 0, 7, NONE, 60.0, 3000)
-    assert 3000 <= len(rows) < 3010 and set(rows["kernel"]) == set(choices.KERNELS_ASKED)
+    rows = asking.answers(asking.KERNELS_ASKED, 0, 7, NONE, 60.0, 3000)
+    assert 3000 <= len(rows) < 3010 and set(rows["kernel"]) == set(asking.KERNELS_ASKED)
     assert (rows["n"] != 16).all()
     assert set(rows.loc[rows["groups"] == 1, "n"]) & {3, 5, 6, 7, 12, 20}
     for row in rows.sample(200, random_state=0).itertuples():
@@ -77,33 +77,33 @@ def test_answers_are_what_each_call_launches(library):
 
 def test_known_shapes_are_not_asked_and_processes_ask_of_different_ones(library):
     columns = ["m", "n", "k", "groups"]
-    first = choices.answers(choices.KERNELS_ASKED, 0, 7, NONE, 60.0, 1500)
+    first = asking.answers(asking.KERNELS_ASKED, 0, 7, NONE, 60.0, 1500)
     known = set(map(tuple, first[columns].to_numpy()[:700].tolist()))
-    keys = choices.keys_of(first[:700])
-    again = set(map(tuple, choices.answers(choices.KERNELS_ASKED, 0, 7, keys, 60.0, 1500)[columns].to_numpy().tolist()))
+    keys = asking.keys_of(first[:700])
+    again = set(map(tuple, asking.answers(asking.KERNELS_ASKED, 0, 7, keys, 60.0, 1500)[columns].to_numpy().tolist()))
     assert not again & known
-    other = set(map(tuple, choices.answers(choices.KERNELS_ASKED, 1, 7, NONE, 60.0, 1500)[columns].to_numpy().tolist()))
+    other = set(map(tuple, asking.answers(asking.KERNELS_ASKED, 1, 7, NONE, 60.0, 1500)[columns].to_numpy().tolist()))
     assert len(other & set(map(tuple, first[columns].to_numpy().tolist()))) < 0.1 * len(other)
 
 
 def test_runs_of_neighbouring_seeds_ask_of_different_shapes(library):
-    first, second = (choices.answers((KERNEL,), number, seed, NONE, 60.0, 400) for number, seed in ((1, 7), (0, 1_000_007)))
+    first, second = (asking.answers((KERNEL,), number, seed, NONE, 60.0, 400) for number, seed in ((1, 7), (0, 1_000_007)))
     both = pd.concat([frame[["m", "n", "k"]].drop_duplicates() for frame in (first, second)])
     assert both.duplicated().mean() < 0.1
 
 
 def test_it_stops_in_time(library):
-    assert len(choices.answers(choices.KERNELS_ASKED, 0, 7, NONE, 0.0, 1500)) == 0
+    assert len(asking.answers(asking.KERNELS_ASKED, 0, 7, NONE, 0.0, 1500)) == 0
 
 
 def test_a_rule_is_learned_and_judged_on_answers_held_out(library, monkeypatch):
     monkeypatch.setattr(choices, "WIDTH", 48)
     monkeypatch.setattr(choices, "BATCH", 256)
-    rows = choices.answers((KERNEL,), 0, 7, NONE, 60.0, 3600)
+    rows = asking.answers((KERNEL,), 0, 7, NONE, 60.0, 3600)
     assert set(rows["kernel"]) == {KERNEL}
     choice, judged = choices.learn(KERNEL, rows, hardware.load("h200"), epochs=12)
     assert judged["rows"] + judged["held_out"] == len(rows) and judged["tile_right"] > 0.95 and judged["all_right"] > 0.93
-    fresh = choices.answers((KERNEL,), 3, 7, NONE, 60.0, 900)
+    fresh = asking.answers((KERNEL,), 3, 7, NONE, 60.0, 900)
     told, _ = choice.told(asked(KERNEL, *(fresh[x].to_numpy(float) for x in ("m", "n", "k", "groups")), hardware.load("h200")))
     right = (told == fresh[list(PARTS)].to_numpy()).all(axis=1).mean()
     assert right == pytest.approx(judged["all_right"], abs=0.04)
@@ -113,9 +113,9 @@ def test_learning_goes_on_from_another_gpus_network(library, monkeypatch):
     monkeypatch.setattr(choices, "WIDTH", 48)
     monkeypatch.setattr(choices, "BATCH", 256)
     spec = hardware.load("h200")
-    rows = choices.answers((KERNEL,), 0, 7, NONE, 60.0, 3600)
+    rows = asking.answers((KERNEL,), 0, 7, NONE, 60.0, 3600)
     start, _ = choices.learn(KERNEL, rows, spec, epochs=12)
-    few = choices.answers((KERNEL,), 3, 7, NONE, 60.0, 900)
+    few = asking.answers((KERNEL,), 3, 7, NONE, 60.0, 900)
     (_, anew), (more, on) = (choices.learn(KERNEL, few, spec, epochs=1, start=begun) for begun in (None, start))
     assert on["all_right"] > 0.85 and on["all_right"] > anew["all_right"] + 0.2
     assert [weights.shape[1] for weights, _ in more.network.layers[:-1]] == [48, 48, 48]
@@ -133,10 +133,10 @@ def test_where_the_network_is_sure_a_share_is_asked(library, monkeypatch):
     monkeypatch.setattr(choices, "WIDTH", 48)
     monkeypatch.setattr(choices, "BATCH", 256)
     spec = hardware.load("h200")
-    start, _ = choices.learn(KERNEL, choices.answers((KERNEL,), 0, 7, NONE, 60.0, 3600), spec, epochs=12)
+    start, _ = choices.learn(KERNEL, asking.answers((KERNEL,), 0, 7, NONE, 60.0, 3600), spec, epochs=12)
 
     def ask(share: float, most: int = 600) -> tuple[np.ndarray, np.ndarray]:
-        rows = choices.answers((KERNEL, "torch/bf16"), 3, 7, NONE, 60.0, most, {KERNEL: start}, spec, share)
+        rows = asking.answers((KERNEL, "torch/bf16"), 3, 7, NONE, 60.0, most, {KERNEL: start}, spec, share)
         # A kernel without a network is asked as ever.
         assert (rows["kernel"] == "torch/bf16").any()
         rows = rows[rows["kernel"] == KERNEL]
@@ -158,7 +158,7 @@ def test_what_it_begins_with_says_what_the_networks_say():
     kernels = start.kernels[7:].copy()
     kernels[0, 0], kernels[1, TILE] = 5000, 99
     sizes, numbers = [len(halves) for halves, _ in vocabulary(kernels)], [number for _, number in vocabulary(kernels)]
-    shapes = choices.shapes_to_ask([KERNEL], 3)
+    shapes = asking.shapes_to_ask([KERNEL], 3)
     m, n, k, groups = (np.array([getattr(s, name) for s in shapes], dtype=float) for name in ("m", "n", "k", "groups"))
     matrix = asked(KERNEL, m, n, k, groups, hardware.load("h200"))
 
@@ -184,7 +184,7 @@ def test_what_it_begins_with_says_what_the_networks_say():
 
 
 def test_experts_learn_from_answers_each_its_own(library):
-    rows = choices.answers((KERNEL,), 0, 11, NONE, 60.0, 6000)
+    rows = asking.answers((KERNEL,), 0, 11, NONE, 60.0, 6000)
     choice, scores = choices.learn(KERNEL, rows, hardware.load("h200"), 12, 48, experts=3)
     assert isinstance(choice.network, Experts) and len(choice.network.networks) == 3
     assert [biases.size for one in choice.network.networks for _, biases in one.layers[:-1]] == [48] * 9
@@ -196,7 +196,7 @@ def test_experts_learn_from_answers_each_its_own(library):
 
 
 def test_one_network_goes_on_as_several_in_coarse_steps(library):
-    rows, gpu = choices.answers((KERNEL,), 0, 11, NONE, 60.0, 6000), hardware.load("h200")
+    rows, gpu = asking.answers((KERNEL,), 0, 11, NONE, 60.0, 6000), hardware.load("h200")
     one, before = choices.learn(KERNEL, rows, gpu, 12, 48)
     matrix = asked(KERNEL, *(rows[name].to_numpy(float) for name in ("m", "n", "k", "groups")), gpu)
     # By next to no steps what it knew; by many more than it knew.
@@ -209,22 +209,22 @@ def test_one_network_goes_on_as_several_in_coarse_steps(library):
 
 def test_from_answers_in_a_file_networks_are_written(library, tmp_path, monkeypatch):
     monkeypatch.setattr(choices, "WIDTH", 16)
-    choices.answers(choices.KERNELS_ASKED, 0, 7, NONE, 60.0, 4000).to_parquet(tmp_path / "answers.parquet")
+    asking.answers(asking.KERNELS_ASKED, 0, 7, NONE, 60.0, 4000).to_parquet(tmp_path / "answers.parquet")
     arguments = ["--out", str(tmp_path), "--answers", str(tmp_path / "answers.parquet"), "--epochs", "1"]
     assert choices.main(arguments) == 0
     sidecar = json.loads((tmp_path / "choices.json").read_text())
-    assert set(sidecar["kernels"]) == set(choices.KERNELS_ASKED)
+    assert set(sidecar["kernels"]) == set(asking.KERNELS_ASKED)
     assert choices.main([*arguments, "--kernels", KERNEL, "--seed", "8"]) == 0
     again = json.loads((tmp_path / "choices.json").read_text())["kernels"]
-    assert "--epochs 1" in again[KERNEL].pop("command") and set(again) == set(choices.KERNELS_ASKED)
+    assert "--epochs 1" in again[KERNEL].pop("command") and set(again) == set(asking.KERNELS_ASKED)
     assert all(judged == sidecar["kernels"][name] for name, judged in again.items() if name != KERNEL)
     choice = Choice.load(gzip.decompress((tmp_path / "choices" / choice_file(KERNEL)).read_bytes()))
     assert set(choice.kernels[:, 0]) == {64, 128} and np.isfinite(choice.network.layers[0][0]).all()
 
 
 def test_the_largest_calls_have_networks_that_those_in_the_folder_hand_them_on_to(library, tmp_path):
-    few = choices.answers((KERNEL,), 0, 7, NONE, 60.0, 3000)
-    many = choices.answers((KERNEL,), 0, 7, NONE, 60.0, 400, large=True)
+    few = asking.answers((KERNEL,), 0, 7, NONE, 60.0, 3000)
+    many = asking.answers((KERNEL,), 0, 7, NONE, 60.0, 400, large=True)
     for name, rows in (("few", few), ("many", many)):
         rows.to_parquet(tmp_path / f"{name}.parquet")
 
@@ -260,9 +260,9 @@ def test_answers_of_earlier_runs_are_learned_from_and_not_asked_again(library, t
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     files = {name: tmp_path / f"{name}.parquet" for name in ("earlier", "now")}
-    earlier = choices.answers((KERNEL,), 0, 7, NONE, 60.0, 900)
+    earlier = asking.answers((KERNEL,), 0, 7, NONE, 60.0, 900)
     earlier.to_parquet(files["earlier"])
-    now = choices.answers((KERNEL,), 0, 7, choices.keys_of(earlier), 60.0, 700)
+    now = asking.answers((KERNEL,), 0, 7, asking.keys_of(earlier), 60.0, 700)
     now.to_parquet(files["now"])
     columns = ["m", "n", "k", "groups"]
     assert not pd.concat([earlier, now]).duplicated(columns).any()
@@ -309,16 +309,16 @@ def test_answers_go_into_a_folder_that_is_not_there_yet(library, tmp_path, monke
 
 def test_networks_learn_by_the_specification_given_and_side_by_side_as_one_by_one(library, tmp_path, monkeypatch):
     kernels = (KERNEL, "torch/fp8_block128")
-    choices.answers(kernels, 0, 7, NONE, 60.0, 1200).to_parquet(tmp_path / "answers.parquet")
+    asking.answers(kernels, 0, 7, NONE, 60.0, 1200).to_parquet(tmp_path / "answers.parquet")
     shipped = json.loads((data_folder() / "h200" / "hardware.json").read_text())
     smaller = tmp_path / "smaller.json"
     smaller.write_text(json.dumps({**shipped, "name": "smaller", "multiprocessors": 78, "copy_bandwidth_tbs": 2.0}))
 
     def made(name, *arguments):
-        assert set(choices.unanswered(tmp_path / name)) == set(choices.KERNELS_ASKED)
+        assert set(choices.unanswered(tmp_path / name)) == set(asking.KERNELS_ASKED)
         more = ["--answers", str(tmp_path / "answers.parquet"), "--epochs", "1", "--kernels", *kernels]
         assert choices.main(["--out", str(tmp_path / name), *arguments, *more]) == 0
-        assert set(choices.unanswered(tmp_path / name)) == set(choices.KERNELS_ASKED) - set(kernels)
+        assert set(choices.unanswered(tmp_path / name)) == set(asking.KERNELS_ASKED) - set(kernels)
         return [gzip.decompress((tmp_path / name / "choices" / choice_file(kernel)).read_bytes()) for kernel in kernels]
 
     monkeypatch.setattr(choices, "shipped", lambda: None)  # as without a GPU
@@ -341,7 +341,7 @@ def test_a_network_whose_record_is_damaged_is_missing_and_a_specification_that_i
     (tmp_path / "choices.json").write_text(json.dumps({"kernels": {KERNEL: {}, "torch/bf16": {}}}))
     assert KERNEL not in choices.unanswered(tmp_path) and "torch/bf16" in choices.unanswered(tmp_path)
     (tmp_path / "choices.json").write_text('{"kernels": {"torch')
-    assert choices.unanswered(tmp_path) == choices.KERNELS_ASKED
+    assert choices.unanswered(tmp_path) == asking.KERNELS_ASKED
     assert choices.main(["--out", str(tmp_path), "--hardware-spec", str(tmp_path / "none.json")]) == 2
     assert f"{tmp_path / 'none.json'} is missing" in capsys.readouterr().err
 

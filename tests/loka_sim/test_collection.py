@@ -15,7 +15,7 @@ import pytest
 import loka_sim
 import perfmodel
 from hil import choices, launches
-from hil.choices import KERNELS_ASKED
+from hil.asking import KERNELS_ASKED
 from hil.collect import FAMILIES, legal_runners
 from loka_sim import calibration, collection
 from loka_sim.ceilings import hardware_of
