@@ -309,6 +309,24 @@ def memory_shapes(count: int, seed: int) -> list[Shape]:
     return list(shapes)
 
 
+def large_memory_shapes(count: int, seed: int) -> list[Shape]:
+    """`count` distinct (rows, columns) of the largest batches: over 524,288 rows, or over 2^28 values; up to 2^30 values.
+
+    Seven in ten are of layers that act on every feature of every sample, up to 8,388,608 rows of 16 to 1,024 columns; the others
+    8,192 to 131,072 rows of multiples of 128 columns, 2,048 or more.
+    """
+    rng = np.random.default_rng(seed)
+    shapes: dict[Shape, None] = {}
+    while len(shapes) < count:
+        if rng.random() < 0.7:
+            rows, columns = _rows(rng, 524288, 8388608), _feature(rng, 1024, 0.05)
+        else:
+            rows, columns = _rows(rng, 8192, 131072), _to_multiple(_log_uniform(rng, 2048, 65536), 128)
+        if (rows > 524288 or rows * columns > _MAX_OPERAND // 2) and rows * columns <= 2 * _MAX_OPERAND:
+            shapes[Shape(rows, 1, columns)] = None
+    return list(shapes)
+
+
 def wide_memory_shapes(count: int, seed: int) -> list[Shape]:
     """`count` distinct (rows, columns) of the operands of `wide_shapes`."""
     operands: dict[Shape, None] = {}
@@ -358,4 +376,5 @@ SWEEPS = {
     ("memory", "lrm"): (memory_shapes, 320),
     ("memory", "wide"): (wide_memory_shapes, 100),
     ("memory", "narrow"): (narrow_memory_shapes, 120),
+    ("memory", "large"): (large_memory_shapes, 60),
 }

@@ -69,8 +69,8 @@ __all__ = [
 NEVER_SEEN = {
     sweep: f"held_out_{sweep.replace('zoo', 'models')}"
     for sweep in (
-        "zoo", "blind", *(f"blind{number}" for number in range(2, 17)), "blind_long", "blind_towers", "blind_towers2",
-        "zoo_large", "blind_large", "blind_memory", *(f"blind_memory{number}" for number in range(2, 8)),
+        "zoo", "blind", *(f"blind{number}" for number in range(2, 18)), "blind_long", "blind_towers", "blind_towers2",
+        "zoo_large", "blind_large", "blind_memory", *(f"blind_memory{number}" for number in range(2, 9)),
     )
 }  # fmt: skip
 TORCH_GEMMS = tuple(name for name in GEMM_KERNELS if library_of(name) == "torch")
