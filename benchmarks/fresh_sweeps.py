@@ -37,6 +37,7 @@ TITLES = {
     "blind15": "Shapes of any sizes as people write them", "blind16": "Shapes of any sizes as people write them",
     "blind_long": "Few products of long K", "blind_towers": "Few products of any sizes",
     "blind_towers2": "Few products of any sizes", "zoo_large": "Whole models' largest calls", "blind_large": "The largest calls",
+    "blind_memory8": "Operands of the largest batches",
 }  # fmt: skip
 # Kernels of which `sweeps` tells one by one, torch's.
 SHOWN = {
@@ -49,8 +50,9 @@ MANY_WORKERS = {"h200": ("blind", "blind2")}
 FEW_PRODUCTS = ("blind_long", "blind_towers", "blind_towers2")
 # And those of which each kernel has few, by what they are: of the largest batches; of any sizes, drawn unlike what was fitted.
 APART = {
-    "zoo_large": "large", "blind_large": "large", "blind14": "any sizes", "blind15": "any sizes", "blind16": "any sizes",
-}  # fmt: skip
+    **dict.fromkeys(("zoo_large", "blind_large", "blind_memory8"), "large"),
+    **dict.fromkeys(("blind14", "blind15", "blind16"), "any sizes"),
+}
 
 
 def unseen(data: Data) -> None:
@@ -164,15 +166,15 @@ def family(kernel: str, of: str = "") -> str:
     """What a kernel is judged with (`perfmodel.fresh.family_of`).
 
     Those of torch.compile that its own clock chose among its candidates, in sweeps of before, are a family of their own; so are
-    few products of any sizes, and what is kept `APART`, of all of a library's GEMMs together.
+    few products of any sizes, and what is kept `APART`, of all of a library's GEMMs, or other kernels, together.
 
     Args:
         kernel: Which.
         of: "own clock", "few", or a value of `APART`, for a row of such a sweep.
     """
     gemm = "gemm" in KERNELS[kernel].kind
-    if of in APART.values() and gemm:
-        return f"{kernel.partition('/')[0]}'s GEMMs ({of})"
+    if of in APART.values():
+        return f"{kernel.partition('/')[0]}'s {'GEMMs' if gemm else 'memory-bound'} ({of})"
     if (of == "own clock" and kernel.startswith("torch/") and not gemm) or (of == "few" and gemm):
         return f"{family_of(kernel)} ({of})"
     return family_of(kernel)
