@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from perfmodel import compiled
 from perfmodel.features import features
 from perfmodel.hardware import HardwareSpec
 from perfmodel.network import Experts, Network, single_threaded
@@ -59,6 +60,8 @@ LARGE_FLOP, LARGE_VALUES = 2.2e12, 2**29
 _ROUNDED = 1 - 1e-5
 # How sure the network is of its choice, in classes of doubt: probabilities below which one is in the next class.
 DOUBT = (0.99, 0.9, 0.7, 0.5)
+# A probability by the compiled loops that is closer to one of these is found again by numpy: it is off by less than 1e-6.
+_CLOSE = 1e-5
 
 
 def parts_of(names: Sequence[str]) -> tuple[int, ...]:
@@ -161,39 +164,57 @@ class Choice:
     largest: Choice | None = None
 
     @cached_property
-    def _numbers(self) -> tuple[Codes, Codes, Codes]:
-        """Each kernel's tile and rest, by number; the kernel of each pair of such, -1 where there is none."""
+    def _numbers(self) -> tuple[npt.NDArray[np.int32], Codes]:
+        """Where each kernel's tile and rest are among a row's values, (kernels, 2); the kernel of each pair, -1 for none."""
         (tiles, tile), (rests, rest) = vocabulary(self.kernels)
         table = np.full((len(tiles), len(rests)), -1)
         table[tile, rest] = np.arange(len(self.kernels))
-        return tile, rest, table
+        return np.stack([tile, len(tiles) + rest], axis=1).astype(np.int32), table
 
     def told(self, matrix: npt.NDArray[np.floating]) -> tuple[Codes, npt.NDArray[np.int64]]:
         """For what `asked` makes: `PARTS` of the likeliest kernel, (rows, parts), and the class of doubt, (rows,).
 
         That is by `DOUBT`: 0 where the network is sure, 4 where the likeliest tile and rest have half a chance, or are none.
         """
-        if self.largest is None or not (apart := _of_largest(matrix)).any():
+        if self.largest is None or not (largest := _of_largest(matrix)).any():
             return self._told(matrix)
         parts, doubt = np.empty((len(matrix), len(PARTS)), dtype=np.int64), np.empty(len(matrix), dtype=np.int64)
-        parts[apart], doubt[apart] = self.largest.told(matrix[apart])
-        parts[~apart], doubt[~apart] = self._told(matrix[~apart])
+        for choice, asked in ((self.largest, np.flatnonzero(largest)), (self, np.flatnonzero(~largest))):
+            parts[asked], doubt[asked] = choice._told(matrix, asked)
         return parts, doubt
 
-    def _told(self, matrix: npt.NDArray[np.floating]) -> tuple[Codes, npt.NDArray[np.int64]]:
-        """As `told`, by this network whatever the calls."""
+    def _told(
+        self, matrix: npt.NDArray[np.floating], asked: npt.NDArray[np.int64] | None = None
+    ) -> tuple[Codes, npt.NDArray[np.int64]]:
+        """As `told`, by this network whatever the calls: of all rows, or of those whose numbers are asked for, ascending."""
         kernel, chance = np.empty(len(matrix), dtype=np.int64), np.empty(len(matrix))
         with single_threaded():
-            for rows, values in self.network.blocks(matrix):
+            for rows, values in self.network.blocks(matrix, asked):
                 kernel[rows], chance[rows] = self._likeliest(values)
+        if asked is not None:
+            kernel, chance = kernel[asked], chance[asked]
         return self.kernels[kernel], (chance[:, None] < DOUBT).sum(axis=1)
 
     def _likeliest(self, values: npt.NDArray[np.float32]) -> tuple[Codes, npt.NDArray[np.floating]]:
         """Of each row the kernel of the largest sum, by number, and its probability: 0 where it is not the best tile and rest.
 
-        Overwrites the values: another array as large would take longer to get than to fill.
+        By the compiled loops the probability is a bit off, and on the same side of each edge of `DOUBT`.
         """
-        tile, rest, table = self._numbers
+        loops: Any = compiled.loops() if compiled.worth_compiling(0) else None
+        if not loops:
+            return self._likeliest_exactly(values)
+        pairs, table = self._numbers
+        (tile, of_tiles), (rest, of_rests) = loops.best(values, 0, len(table)), loops.best(values, len(table), values.shape[1])
+        kernel, chance = table[tile, rest], of_tiles * of_rests
+        apart = np.flatnonzero(kernel < 0)
+        kernel[apart], chance[apart] = loops.best_pair(values, apart, pairs), 0.0
+        at_edge = np.flatnonzero((np.abs(chance[:, None] - DOUBT) < _CLOSE).any(axis=1))
+        chance[at_edge] = self._likeliest_exactly(values[at_edge])[1]
+        return kernel, chance
+
+    def _likeliest_exactly(self, values: npt.NDArray[np.float32]) -> tuple[Codes, npt.NDArray[np.floating]]:
+        """As `_likeliest`, by numpy. Overwrites the values: another array as large would take longer to get than to fill."""
+        pairs, table = self._numbers
         tiles, rests = np.split(values, [len(table)], axis=1)
         # The best tile and the best rest are the best kernel wherever there is one of both.
         best = tiles.argmax(axis=1), rests.argmax(axis=1)
@@ -201,7 +222,7 @@ class Choice:
         apart = np.flatnonzero(kernel < 0)
         if len(apart):
             both = values[apart]
-            kernel[apart] = (both.take(tile, axis=1) + both.take(len(table) + rest, axis=1)).argmax(axis=1)
+            kernel[apart] = (both.take(pairs[:, 0], axis=1) + both.take(pairs[:, 1], axis=1)).argmax(axis=1)
         # As the network was trained, a softmax of each half.
         for half, number in zip((tiles, rests), best, strict=True):
             half -= np.take_along_axis(half, number[:, None], axis=1)

@@ -31,10 +31,13 @@ DECAY = 1e-2
 BEND = 0.3
 # Features further than this many standard deviations from the mean count as that far: outside the sweep it is constant.
 REACH = 4.0
-# Rows are multiplied in blocks of just this many, the last one filled up: a row's value then does not depend on how many others
-# it came with. Nor does it on its place among them where the matrix library sums all rows in one order; its kernels for
-# processors with AVX2 and no AVX-512 sum half of them in another, which shows in the last bits of float32.
-_BLOCK = 512
+# Rows are multiplied in blocks of so many, the last one filled up to a multiple of `_TURN`: a row's value then does not depend on
+# how many others it came with. Nor does it on its place among them where the matrix library sums all rows in one order; its
+# kernels for processors with AVX2 and no AVX-512 take 12 rows in turn and sum half of them in another, which shows in the last
+# bits of float32: a row keeps its place in a turn.
+_BLOCK, _TURN = 512, 48
+# The library may multiply matrices of fewer products by other kernels (OpenBLAS, up to 100^3): no block has so few.
+_MANY_PRODUCTS = 10**6
 
 
 def _gate(x: Array) -> Array:
@@ -107,23 +110,37 @@ class Network:
         """What the last layer gives for a row."""
         return self.layers[-1][1].size
 
-    def blocks(self, matrix: npt.NDArray[np.floating]) -> Iterator[tuple[slice, Array]]:
+    def blocks(
+        self, matrix: npt.NDArray[np.floating], asked: npt.NDArray[np.int64] | None = None
+    ) -> Iterator[tuple[slice | npt.NDArray[np.int64], Array]]:
         """Likewise, block after block while it lies in the cache: which rows it is, and what the last layer gives.
 
         The next block overwrites the values of this one. Enter `single_threaded` around all of them.
+
+        Args:
+            matrix: Features, (rows, features).
+            asked: The numbers of the rows that are looked at; None for all.
         """
         x = np.zeros((_BLOCK, matrix.shape[1]), dtype=np.float32)
         room = [np.empty((_BLOCK, biases.size), dtype=np.float32) for _, biases in self.layers]
-        for start in range(0, len(matrix), _BLOCK):
-            rows = slice(start, min(start + _BLOCK, len(matrix)))
-            filled = rows.stop - start
+        count = len(matrix) if asked is None else len(asked)
+        for start in range(0, count, _BLOCK):
+            block = slice(start, min(start + _BLOCK, count))
+            rows, filled = block if asked is None else asked[block], block.stop - start
             x[:filled] = self.normal(matrix[rows])
-            yield rows, self._through(x, room)[:filled]
+            size = min(-(-max(filled, self._least_rows) // _TURN) * _TURN, _BLOCK)
+            yield rows, self._through(x[:size], [each[:size] for each in room])[:filled]
+
+    @property
+    def _least_rows(self) -> int:
+        """Rows that take more than `_MANY_PRODUCTS` in each layer; a single output is no product of matrices."""
+        return _MANY_PRODUCTS // min((weights.size for weights, biases in self.layers if biases.size > 1), default=1) + 1
 
     def normal(self, matrix: npt.NDArray[np.floating]) -> Array:
         """Features as the first layer takes them, (rows, features)."""
-        scaled = (matrix - self.mean) / self.deviation
-        return np.clip(scaled, -REACH, REACH).astype(np.float32)
+        scaled = matrix - self.mean
+        scaled /= self.deviation
+        return np.clip(scaled, -REACH, REACH, out=scaled).astype(np.float32, copy=False)
 
     def _through(self, x: Array, room: list[Array]) -> Array:
         """What the last layer gives for normal features x, (rows, outputs); each layer's values go into its `room`."""
@@ -204,16 +221,19 @@ class Experts:
         """As of each."""
         return self.networks[0].values
 
-    def asked(self, matrix: npt.NDArray[np.floating]) -> list[npt.NDArray[np.int64]]:
-        """The numbers of the rows that each network is asked for, ascending."""
-        number = np.searchsorted(self.edges, np.asarray(matrix[:, self.column], dtype=np.float32), side="right")
-        return [np.flatnonzero(number == expert) for expert in range(len(self.networks))]
+    def asked(self, matrix: npt.NDArray[np.floating], among: npt.NDArray[np.int64] | None = None) -> list[npt.NDArray[np.int64]]:
+        """The numbers of the rows that each network is asked for, ascending, of all rows or among some."""
+        column = matrix[:, self.column] if among is None else matrix[among, self.column]
+        number = np.searchsorted(self.edges, np.asarray(column, dtype=np.float32), side="right")
+        found = [np.flatnonzero(number == expert) for expert in range(len(self.networks))]
+        return found if among is None else [among[mine] for mine in found]
 
-    def blocks(self, matrix: npt.NDArray[np.floating]) -> Iterator[tuple[npt.NDArray[np.int64], Array]]:
+    def blocks(
+        self, matrix: npt.NDArray[np.floating], asked: npt.NDArray[np.int64] | None = None
+    ) -> Iterator[tuple[slice | npt.NDArray[np.int64], Array]]:
         """As `Network.blocks`; rows come as their numbers."""
-        for network, mine in zip(self.networks, self.asked(matrix), strict=True):
-            for rows, values in network.blocks(matrix[mine]):
-                yield mine[rows], values
+        for network, mine in zip(self.networks, self.asked(matrix, asked), strict=True):
+            yield from network.blocks(matrix, mine)
 
     def save(self) -> bytes:
         """As JSON."""

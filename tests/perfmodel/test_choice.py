@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import softmax
 
-from perfmodel import hardware
+from perfmodel import compiled, hardware
 from perfmodel.choice import (
     DOUBT,
     LARGE_FLOP,
@@ -135,6 +135,44 @@ def test_only_kernels_that_exist_are_told_the_likeliest_by_its_tile_and_rest_tog
         chance = np.prod([softmax(half).max() for half in halves]) if best in kernels.tolist() else 0.0
         assert unsure == sum(chance < edge for edge in DOUBT)
     assert apart > 100 and len(set(doubt.tolist())) == len(DOUBT) + 1
+
+
+@pytest.mark.parametrize(("width", "first", "last"), [(436, 0, 283), (436, 283, 436), (25, 0, 1), (40, 3, 19), (40, 8, 40)])
+@pytest.mark.parametrize("spread", [0.1, 3.0, 60.0])
+def test_compiled_loops_find_the_best_of_a_row_and_its_softmax(width, first, last, spread):
+    """Against SciPy's, of numbers of values that are a multiple of what is looked at at once and not; of equal ones the first."""
+    loops = compiled.loops()
+    generator = np.random.default_rng(0)
+    values = (spread * generator.standard_normal((257, width))).astype(np.float32)
+    some = values[:, first:last]
+    some[::7, -1], some[3::7, 0] = some[::7].max(axis=1), some[3::7].max(axis=1)
+    place, chance = loops.best(values, first, last)
+    np.testing.assert_array_equal(place, some.argmax(axis=1))
+    np.testing.assert_allclose(chance, softmax(some.astype(float), axis=1).max(axis=1), rtol=1e-6)
+    pairs, asked = generator.integers(0, width, (500, 2)).astype(np.int32), np.arange(3, 257, 5)
+    pairs[400:] = pairs[:100]
+    sums = values[asked][:, pairs[:, 0]] + values[asked][:, pairs[:, 1]]
+    np.testing.assert_array_equal(loops.best_pair(values, asked, pairs), sums.argmax(axis=1))
+    assert [len(part) for part in loops.best(values[:0], first, last)] == [0, 0]
+    assert not len(loops.best_pair(values, asked[:0], pairs))
+
+
+def test_compiled_loops_change_neither_kernel_nor_doubt(monkeypatch):
+    """Of chances about the edges of doubt, where rounding decides on which side they are, and of any others."""
+    kernels = np.array([[tile, 64, cluster, 0, 0, 0, 0, 0] for tile, cluster in ((64, 11), (64, 21), (128, 11))])
+    nothing, one = np.zeros(4, np.float32), np.ones(4, np.float32)
+    choice = Choice(Network(nothing, one, 0.0, 1.0, [(15 * np.eye(4, dtype=np.float32), nothing)]), kernels)
+    generator = np.random.default_rng(7)
+    matrix = generator.uniform(-0.4, 0.4, (5000, 4))
+    # Of two tiles the first has a chance of 1 / (1 + exp(-15 x)); the rest is sure.
+    edges = np.log([edge / (1 - edge) for edge in DOUBT]) / 15
+    matrix[:4000] = [0.0, 0.0, 4.0, -4.0]
+    matrix[:4000, 0] = generator.choice(edges, 4000) * (1 + generator.normal(0, 1e-7, 4000))
+    found = choice.told(matrix)
+    assert set(found[1][:4000].tolist()) == {0, 1, 2, 3} and len(np.unique(found[0], axis=0)) == 3
+    monkeypatch.setattr(compiled, "worth_compiling", lambda rows: False)
+    for by_loop, by_numpy in zip(found, choice.told(matrix), strict=True):
+        np.testing.assert_array_equal(by_loop, by_numpy)
 
 
 def test_saved_and_loaded_it_chooses_the_same(choice):

@@ -73,6 +73,26 @@ def test_a_rows_value_does_not_depend_on_its_company(learned):
     assert net.predict(matrix[:0]).shape == (0,)
 
 
+@pytest.mark.parametrize("rows", [1, 48, 49, 100, 300, 500, 513, 700])
+def test_a_block_that_is_not_full_changes_no_bit(rows):
+    """Nor do a few rows among them that are asked for by their numbers."""
+    generator = np.random.default_rng(5)
+    sizes = [140, 256, 256, 100]
+    layers = [
+        (generator.standard_normal(pair).astype(np.float32) / 16, np.zeros(pair[1], np.float32))
+        for pair in zip(sizes, sizes[1:], strict=False)
+    ]
+    net = Network(np.zeros(140, np.float32), np.ones(140, np.float32), 0.0, 1.0, layers)
+    matrix = generator.standard_normal((1024, 140)).astype(np.float32)
+    whole = net.outputs(matrix)
+    np.testing.assert_array_equal(net.outputs(matrix[:rows]), whole[:rows])
+    shuffled = generator.permutation(matrix)
+    shuffled[(place := generator.permutation(1024)[:rows])] = matrix[:rows]
+    with network.single_threaded():
+        for numbers, values in net.blocks(shuffled, place):
+            np.testing.assert_array_equal(values, whole[[place.tolist().index(number) for number in numbers]])
+
+
 def test_the_same_seed_learns_the_same(learned):
     generator = np.random.default_rng(2)
     matrix = generator.uniform(-1, 1, (700, 3))
