@@ -23,7 +23,7 @@ import numpy.typing as npt
 IN_TURN = 8
 _SERVED = 128
 
-# Units that are rectified at once: layers are as wide as a multiple of it. Values that are looked at at once, as many as there are.
+# Units that are rectified at once: layers are as wide as a multiple of it. Of other values as many as are looked at at once.
 AT_ONCE = 16
 
 _LEAVES = """
