@@ -264,7 +264,7 @@ def _runner_up(candidate: Candidate) -> dict[str, Any]:
 
 def _candidate(candidate: Candidate, bf16: Time) -> dict[str, Any]:
     total = candidate.total
-    ends = (None, None, None) if total is None else tuple(max(end, 0.0) for end in total)
+    ends = (None, None, None) if total is None else (max(total.us, 0.0), max(total.low_us, 0.0), max(total.high_us, 0.0))
     return {
         "kernel": candidate.kernel,
         "illegal": candidate.illegal,
@@ -281,7 +281,8 @@ def _accuracy(accuracy: Accuracy | None) -> dict[str, float | None]:
     """Error figures; a signal that vanishes altogether has no finite ratio in decibel, and JSON no infinity."""
     if accuracy is None:
         return {"mere": None, "sqnr_db": None}
-    return {key: value if math.isfinite(value) else None for key, value in accuracy._asdict().items()}
+    mere, sqnr_db = accuracy
+    return {"mere": mere if math.isfinite(mere) else None, "sqnr_db": sqnr_db if math.isfinite(sqnr_db) else None}
 
 
 def _three(prefix: str, time: Time) -> dict[str, float]:
@@ -298,9 +299,12 @@ def rounded(value: Any) -> Any:
     # Of half a million values most are plain: a call for each takes longer than all else here.
     if isinstance(value, dict):
         return {
-            key: entry if (kind := type(entry)) in _WHOLE else float(f"{entry:.6g}") if kind is float else rounded(entry)
+            key: float(f"{entry:.6g}") if (kind := type(entry)) is float else entry if kind in _WHOLE else rounded(entry)
             for key, entry in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [entry if type(entry) in _WHOLE else rounded(entry) for entry in value]
+        return [
+            float(f"{entry:.6g}") if (kind := type(entry)) is float else entry if kind in _WHOLE else rounded(entry)
+            for entry in value
+        ]
     return value

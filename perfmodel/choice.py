@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perfmodel import compiled
-from perfmodel.features import features
+from perfmodel.features import PLANNED, features
 from perfmodel.hardware import HardwareSpec
 from perfmodel.network import Experts, Network, single_threaded
 
@@ -106,7 +106,9 @@ def _older_steps(main: str) -> int:
     return 10 * (step or only_step) + under_way + form
 
 
-def asked(kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec) -> npt.NDArray[np.float32]:
+def asked(
+    kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec, known: Array | None = None
+) -> npt.NDArray[np.float32]:
     """What the network sees of calls, (rows, inputs): the time model's features, and how many more tiles fit and fill.
 
     Args:
@@ -116,8 +118,10 @@ def asked(kernel: str, m: Array, n: Array, k: Array, groups: Array, hardware: Ha
         k: Contracted dimension.
         groups: Products in one call.
         hardware: The GPU.
+        known: What `features` says of these calls; None where that was not asked yet.
     """
-    _, known = features(kernel, m, n, k, groups, hardware)
+    if known is None:
+        _, known = features(kernel, m, n, k, groups, hardware)
     more = sum(map(len, _FILLS.values())) + 2 * len(_WAVES_M) * len(_WAVES_N) + 6 * len(_FREQUENCIES)
     result = np.empty((len(m), known.shape[1] + more), dtype=np.float32)
     result[:, : known.shape[1]] = known
@@ -317,14 +321,16 @@ def with_choice(
     sizes: tuple[Array, Array, Array, Array],
     hardware: HardwareSpec,
     doubted: bool = True,
+    planned: int = PLANNED,
 ) -> tuple[list[str], Array, npt.NDArray[np.int64]]:
     """Features, followed by those of the kernel that the library is likely to choose, and each call's class of doubt.
 
     That class is the last feature, too, if `doubted`. Without a choice the features are as they were, and nothing is in doubt.
+    They know as much of a launch as `planned` says (`perfmodel.features`); what a choice is asked by always knows all.
     """
     if choice is None:
         return names, matrix, np.zeros(len(matrix), dtype=np.int64)
-    parts, doubt = choice.told(asked(kernel, *sizes, hardware))
+    parts, doubt = choice.told(asked(kernel, *sizes, hardware, matrix if planned == PLANNED else None))
     more, columns = chosen_features(parts, *sizes, hardware)
     if doubted:
         return [*names, *more, "chosen_doubt"], np.column_stack([matrix, columns, doubt]), doubt

@@ -171,7 +171,7 @@ class Seen(NamedTuple):
         """Features, those of the kernel that is likely chosen, and what the network makes of both."""
         known = features(kernel, *sizes, hardware, planned)
         doubted = planned >= DOUBTED and KERNELS[kernel].kind == "batched_gemm"
-        seen = cls(*with_choice(*known, choice, kernel, sizes, hardware, doubted))
+        seen = cls(*with_choice(*known, choice, kernel, sizes, hardware, doubted, planned))
         if network is None:
             return seen
         smooth = network.predict(seen.matrix)
