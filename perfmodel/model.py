@@ -306,14 +306,14 @@ class PerfModel:
         kernels = kernels_of(frame)
         sizes = dict(zip(("m", "n", "k", "groups"), columns_of(frame), strict=True))
         sizes["product"] = sizes["m"] * sizes["n"] * sizes["k"] * sizes["groups"]
-        inside = np.ones(len(kernels), dtype=bool)
+        inside = np.empty(len(kernels), dtype=bool)
         for kernel, rows in places_of(kernels).items():
             self._refuse_unknown(kernel)
-            entry = self.manifest["kernels"][kernel]
+            entry, mine = self.manifest["kernels"][kernel], {name: size[rows] for name, size in sizes.items()}
+            known = gap_octaves((mine["m"], mine["n"], mine["k"], mine["groups"]), entry) == 0
             for name, (low, high) in entry["range"].items():
-                inside[rows] &= (sizes[name][rows] >= low) & (sizes[name][rows] <= high)
-            m, n, k, groups = (sizes[name][rows] for name in ("m", "n", "k", "groups"))
-            inside[rows] &= gap_octaves((m, n, k, groups), entry) == 0
+                known &= (mine[name] >= low) & (mine[name] <= high)
+            inside[rows] = known
         if isinstance(frame, Mapping):
             return inside
         import pandas
