@@ -36,8 +36,9 @@ REACH = 4.0
 # kernels for processors with AVX2 and no AVX-512 take 12 rows in turn and sum half of them in another, which shows in the last
 # bits of float32: a row keeps its place in a turn.
 _BLOCK, _TURN = 512, 48
-# The library may multiply matrices of fewer products by other kernels (OpenBLAS, up to 100^3): no block has so few.
-_MANY_PRODUCTS = 10**6
+# The library may multiply matrices of fewer products by other kernels, which sum in another order (OpenBLAS up to 100^3, with
+# AVX-512 up to 28 * 512^2): no block has so few, unless a full one has.
+_MANY_PRODUCTS = 28 * 512**2
 
 
 def _gate(x: Array) -> Array:
