@@ -15,7 +15,7 @@ from hil import measure as measuring
 from hil.collect import COLUMNS, SWEEPS, Timings, legal_runners, main, matching, read_shapes
 from hil.kernels import availability as kernels_room
 from hil.kernels.base import Shape
-from hil.shapes import any_shapes, gemm_shapes, grouped_shapes, large_shapes, odd_shapes, tower_shapes
+from hil.shapes import any_shapes, gemm_shapes, grouped_shapes, large_memory_shapes, large_shapes, odd_shapes, tower_shapes
 from hil.timing import Timing, eager_call_us
 from perfmodel.kernels import KERNELS
 
@@ -455,6 +455,17 @@ def test_large_shapes_begin_where_the_others_end():
     assert max(shape.largest_operand for shape in shapes) <= 2**31
     # As M, as K, and many products.
     assert any(s.m > 2**20 for s in shapes) and any(s.k > 2**20 for s in shapes) and any(s.groups > 2**13 for s in shapes)
+
+
+def test_large_operands_begin_where_the_others_end():
+    shapes = large_memory_shapes(200, 5)
+    assert len(set(shapes)) == 200 and large_memory_shapes(200, 5) == shapes != large_memory_shapes(200, 6)
+    sizes = np.array([(shape.m, shape.k) for shape in shapes])
+    values = sizes.prod(axis=1)
+    assert ((sizes[:, 0] > 524288) | (values > 2**28)).all() and values.max() <= 2**30 and sizes[:, 0].max() <= 2**23
+    # Tall ones, and wide ones.
+    assert 100 < (sizes[:, 0] > 524288).sum() < 180 and (values > 2**28).sum() > 50
+    assert (sizes[:, 1] > 8192).any() and all(shape.n == shape.groups == 1 for shape in shapes)
 
 
 def test_any_shapes_are_as_people_write_them():
