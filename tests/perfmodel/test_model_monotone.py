@@ -84,7 +84,9 @@ def test_octaves_beyond_by_hand():
 def test_the_further_beyond_the_wider_the_interval(model, kernel):
     """By as much as it says for each octave, on both sides unless the roofline ends it, and `explain` says so."""
     limits = model.manifest["kernels"][kernel]["range"]
-    size = {"m": 256 * int(limits["m"][1] // 256), "n": 128 if kernel in GEMMS else 1, "k": 128}
+    # The tallest operands that were measured are narrow.
+    n, k = (128, 128) if kernel in GEMMS else (1, 64)
+    size = {"m": 256 * int(limits["m"][1] // 256), "n": n, "k": k}
     above, below, ended, powers = [], [], [], []
     for octave in range(5):
         call = {"kernel": kernel, **size, "m": size["m"] * 2**octave}
