@@ -183,20 +183,20 @@ class Choice:
         if self.largest is None or not (largest := _of_largest(matrix)).any():
             return self._told(matrix)
         parts, doubt = np.empty((len(matrix), len(PARTS)), dtype=np.int64), np.empty(len(matrix), dtype=np.int64)
-        for choice, asked in ((self.largest, np.flatnonzero(largest)), (self, np.flatnonzero(~largest))):
-            parts[asked], doubt[asked] = choice._told(matrix, asked)
+        for choice, numbers in ((self.largest, np.flatnonzero(largest)), (self, np.flatnonzero(~largest))):
+            parts[numbers], doubt[numbers] = choice._told(matrix, numbers)
         return parts, doubt
 
     def _told(
-        self, matrix: npt.NDArray[np.floating], asked: npt.NDArray[np.int64] | None = None
+        self, matrix: npt.NDArray[np.floating], numbers: npt.NDArray[np.int64] | None = None
     ) -> tuple[Codes, npt.NDArray[np.int64]]:
-        """As `told`, by this network whatever the calls: of all rows, or of those whose numbers are asked for, ascending."""
+        """As `told`, by this network whatever the calls: of all rows, or of those with these numbers, ascending."""
         kernel, chance = np.empty(len(matrix), dtype=np.int64), np.empty(len(matrix))
         with single_threaded():
-            for rows, values in self.network.blocks(matrix, asked):
+            for rows, values in self.network.blocks(matrix, numbers):
                 kernel[rows], chance[rows] = self._likeliest(values)
-        if asked is not None:
-            kernel, chance = kernel[asked], chance[asked]
+        if numbers is not None:
+            kernel, chance = kernel[numbers], chance[numbers]
         return self.kernels[kernel], (chance[:, None] < DOUBT).sum(axis=1)
 
     def _likeliest(self, values: npt.NDArray[np.float32]) -> tuple[Codes, npt.NDArray[np.floating]]:
@@ -204,7 +204,7 @@ class Choice:
 
         By the compiled loops the probability is a bit off, and on the same side of each edge of `DOUBT`.
         """
-        loops: Any = compiled.loops() if compiled.worth_compiling(0) else None
+        loops: Any = compiled.at_hand()
         if not loops:
             return self._likeliest_exactly(values)
         pairs, table = self._numbers

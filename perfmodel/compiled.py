@@ -20,6 +20,11 @@ def worth_compiling(rows: int) -> bool:
     return (_LOOPS in sys.modules or rows >= ROWS_WORTH_COMPILING) and loops() is not None
 
 
+def at_hand() -> ModuleType | None:
+    """The module with the compiled loops where they are there already; None elsewhere."""
+    return loops() if worth_compiling(0) else None
+
+
 @cache
 def loops() -> ModuleType | None:
     """The module with the compiled loops; None where they cannot be compiled."""

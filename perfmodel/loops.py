@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -93,6 +93,14 @@ done:
 }
 """
 
+# How a loop over rows, the label %row, goes on and ends.
+_NEXT_ROW = """  %next.number = add i64 %number, 1
+  %more.rows = icmp ult i64 %next.number, %rows
+  br i1 %more.rows, label %row, label %done
+done:
+  ret void
+}"""
+
 # x := x' clip(x' / 6 + 1/2, 0, 1) of x' = x + biases, rounded step by step as numpy does it.
 _RECTIFY = """
 define void @rectify(ptr noalias %x, ptr noalias %biases, i64 %rows, i64 %width) {
@@ -123,12 +131,7 @@ units:
   %more.units = icmp ult i64 %next.unit, %width
   br i1 %more.units, label %units, label %served
 served:
-  %next.number = add i64 %number, 1
-  %more.rows = icmp ult i64 %next.number, %rows
-  br i1 %more.rows, label %row, label %done
-done:
-  ret void
-}
+NEXT_ROW
 """
 
 # Of each row's values from one place up to another: where the largest is, the first of equal ones, and 1 over the sum of all
@@ -209,12 +212,7 @@ summed:
   %chance = fdiv float 1.0, %sum.all
   %chance.at = getelementptr float, ptr %chances, i64 %number
   store float %chance, ptr %chance.at
-  %next.number = add i64 %number, 1
-  %more.rows = icmp ult i64 %next.number, %rows
-  br i1 %more.rows, label %row, label %done
-done:
-  ret void
-}
+NEXT_ROW
 """
 
 # Of some rows, by number: which pair of places has the largest sum of both values, the first of equal ones.
@@ -259,12 +257,7 @@ kept:
 looked:
   %best.at = getelementptr i64, ptr %best, i64 %number
   store i64 %there, ptr %best.at
-  %next.number = add i64 %number, 1
-  %more.rows = icmp ult i64 %next.number, %rows
-  br i1 %more.rows, label %row, label %done
-done:
-  ret void
-}
+NEXT_ROW
 """
 # 2^f by as many terms of its series: less than 2e-7 off. 2^-126 and less counts as nothing.
 _TERMS, _LEAST_OCTAVES = 7, -126.0
@@ -294,31 +287,34 @@ def _power() -> str:
     return "\n".join(lines)
 
 
-def _best() -> str:
-    """`_BEST` with its constants."""
-    constants = {
-        "POWER": _power(), "PLACES": _wholes(range(AT_ONCE)), "STEP": _wholes([AT_ONCE] * AT_ONCE),
-        "EXPONENT_AT": _wholes([_EXPONENT_AT] * AT_ONCE), "NOTHING": _constant(-math.inf), "SHIFT": _constant(_SHIFT),
-        "TO_OCTAVES": _constant(1 / math.log(2)), "LEAST": _constant(_LEAST_OCTAVES), "WHOLE": "<AT_ONCE x i32>",
-    }  # fmt: skip
-    found = _BEST
-    for name, constant in constants.items():
-        found = found.replace(name, constant)
-    return found
+def _filled(loop: str, texts: Mapping[str, str]) -> str:
+    """A loop with texts in the place of their names, one after the other: a text may hold a later name."""
+    for name, text in texts.items():
+        loop = loop.replace(name, text)
+    return loop
 
 
 def _source() -> str:
     """All loops in LLVM's language."""
     # A line that begins with EACH is there once for each row in turn, whose number stands for `#`.
-    lines = _LEAVES.replace("SERVED", str(_SERVED)).replace("IN_TURN", str(IN_TURN)).splitlines()
+    lines = _filled(_LEAVES, {"SERVED": str(_SERVED), "IN_TURN": str(IN_TURN)}).splitlines()
     each = (
         [line] if "EACH" not in line else [line.replace("EACH", "").replace("#", str(i)) for i in range(IN_TURN)]
         for line in lines
     )
-    rectify = _RECTIFY.replace("SIXTH", _constant(1 / 6)).replace("HALF", _constant(0.5)).replace("ONE", _constant(1.0))
-    wide = (rectify + _best()).replace("VECTOR", f"<{AT_ONCE} x float>").replace("AT_ONCE", str(AT_ONCE))
-    least = f"0x{int(np.float64(-math.inf).view(np.uint64)):016X}"
-    return "\n".join([*(line for some in each for line in some), wide, _BEST_PAIR.replace("LEAST_SUM", least)])
+    end, wide = {"NEXT_ROW": _NEXT_ROW}, {"VECTOR": f"<{AT_ONCE} x float>", "AT_ONCE": str(AT_ONCE)}
+    rectify = {"SIXTH": _constant(1 / 6), "HALF": _constant(0.5), "ONE": _constant(1.0)}
+    best = {
+        "POWER": _power(), "PLACES": _wholes(range(AT_ONCE)), "STEP": _wholes([AT_ONCE] * AT_ONCE),
+        "EXPONENT_AT": _wholes([_EXPONENT_AT] * AT_ONCE), "NOTHING": _constant(-math.inf), "SHIFT": _constant(_SHIFT),
+        "TO_OCTAVES": _constant(1 / math.log(2)), "LEAST": _constant(_LEAST_OCTAVES), "WHOLE": "<AT_ONCE x i32>",
+    }  # fmt: skip
+    best_pair = {"LEAST_SUM": f"0x{int(np.float64(-math.inf).view(np.uint64)):016X}"}
+    filled = (
+        _filled(_RECTIFY, {**end, **rectify, **wide}), _filled(_BEST, {**end, **best, **wide}),
+        _filled(_BEST_PAIR, {**end, **best_pair}),
+    )  # fmt: skip
+    return "\n".join([*(line for some in each for line in some), *filled])
 
 
 def _compiled() -> tuple[Any, ...]:

@@ -145,7 +145,7 @@ class Network:
 
     def _through(self, x: Array, room: list[Array]) -> Array:
         """What the last layer gives for normal features x, (rows, outputs); each layer's values go into its `room`."""
-        loops: Any = compiled.loops() if compiled.worth_compiling(0) else None
+        loops: Any = compiled.at_hand()
         for number, ((weights, biases), out) in enumerate(zip(self.layers, room, strict=True)):
             x = np.matmul(x, weights, out=out)
             if number == len(self.layers) - 1:
