@@ -48,8 +48,11 @@ FIRST_ROUNDS = 220
 # Likewise where the library's choice is known: fewer suffice.
 TOLD_PARAMETERS = {**FIRST_PARAMETERS, "eta": 0.13}
 TOLD_ROUNDS = 120
-# Of those on top of them.
-NEXT_PARAMETERS = {**PARAMETERS, "objective": "reg:absoluteerror", "eta": 0.06}
+# Of those on top of them. Two folds of five of bf16's shapes held out are 2.42% off with these, 2.48% with a depth of 6 and
+# "eta" 0.06; of batched products 2.53% and 2.59%, of our tensorwise split 2.06% and 2.10%.
+NEXT_PARAMETERS = {
+    **PARAMETERS, "objective": "reg:absoluteerror", "max_depth": 9, "eta": 0.08, "min_child_weight": 4.0,
+}  # fmt: skip
 NEXT_ROUNDS = 200
 # Of those on top of another GPU's: few timings of a memory-bound kernel then say by how much it is slower, and hardly more.
 NEXT_MEMORY_PARAMETERS = {**NEXT_PARAMETERS, "max_depth": 4, "eta": 0.05, "min_child_weight": 6.0}
