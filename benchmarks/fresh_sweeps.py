@@ -20,6 +20,7 @@ from perfmodel.cells import EACH, FEW, WELL_KNOWN
 from perfmodel.choice import DOUBT
 from perfmodel.fresh import family_of, of_model
 from perfmodel.held_out import accuracy, choice_regret
+from perfmodel.judge import SHAPE
 from perfmodel.kernels import KERNELS
 from perfmodel.measured import of_one_process
 from perfmodel.prediction import few_neighbours
@@ -102,6 +103,16 @@ def fresh(data: Data, classes: bool = False) -> None:
             choices(rows[some].reset_index(drop=True), predicted[some], what)
     if classes:
         by_size("fresh sweeps", families, rows, predicted, bounds)
+
+
+def second(data: Data) -> None:
+    """What choosing kernels by a second run of fresh shapes on another GPU costs, beside the shipped model's choice of them."""
+    key, again = ["kernel", *SHAPE], data.everything[(data.everything["sweep"] == "second") & data.everything["settled"]]
+    first = data.unseen[data.unseen["settled"]].drop_duplicates(key)
+    rows = first.merge(again[[*key, "p50_us"]], on=key, suffixes=("", "_again"))
+    for whose, column in (("a second run", "p50_us_again"), ("the model", "predicted")):
+        if len(rows):
+            choices(rows, rows[column].to_numpy(), f" by {whose}")
 
 
 def as_if_short(data: Data) -> None:

@@ -5,9 +5,10 @@
     python benchmarks/time_model.py fresh sweeps unseen --hardware h100
 
 accuracy: cross-validation by whole shapes over the fitted sweeps of an H200. repeat: how far two runs' timings of one kernel on
-one shape are apart, and half of that, which is what the best guess between them is off. coverage: whole runs left out, the
+one shape are apart, and half of that, which is what the best guess between them is off; and what choosing by a second run of
+fresh shapes, on another GPU, costs beside the model's choice of them. coverage: whole runs left out, the
 intervals from the errors of other left-out runs alone. learning: what more rows bring. sweeps: a line each of the sweeps that
-no fit saw, the zoo's models, `blind` to `blind17`, `blind_memory` to `blind_memory8`, few products of any sizes (`blind_long`,
+no fit saw, the zoo's models, `blind` to `blind18`, `blind_memory` to `blind_memory9`, few products of any sizes (`blind_long`,
 `blind_towers`, `blind_towers2`), the largest batches' calls (`zoo_large`, `blind_large`) and GEMMs of any sizes, drawn unlike
 what is fitted (`blind14`, of an H100), by the shipped trees, the intervals of each as they would be without it; unseen: kernel
 by kernel of each; fresh: one table of them from `blind3`, `blind_memory` on. extrapolation: fitted without the largest octave
@@ -154,6 +155,7 @@ def repeat(data: Data) -> None:
             f"chosen by the GPU's queue, {len(ratio)} of these take {mean:+.1%} on average, {np.median(ratio) - 1:+.1%} in the "
             f"median; {shorter:.0%} over a tenth less, {(ratio > 1.1).mean():.0%} more"
         )
+    fresh_sweeps.second(data)
 
 
 def coverage(data: Data) -> None:
