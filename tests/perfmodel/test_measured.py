@@ -127,9 +127,11 @@ def test_cool_gemms_by_themselves_are_brought_to_the_level_of_a_step(tmp_path):
     frame.loc[[36, 39], "kernel"] = "torch/bf16"
     frame.to_parquet(tmp_path / "gemm.parquet")
     ratio = (read_timings("mine", tmp_path)["p50_us"] / frame["p50_us"]).to_numpy().reshape(-1, 4)
-    share, torchs = ALONE_SHARE["fbgemm/fp8_block128"], ALONE_SHARE["torch/fp8_block128"]
+    share, torchs, ours = (
+        ALONE_SHARE[name] for name in ("fbgemm/fp8_block128", "torch/fp8_block128", "loka/fp8_tensorwise_fast")
+    )
     np.testing.assert_allclose(ratio[:2], [[share, 1, 1, share]] * 2)
-    np.testing.assert_allclose(ratio[2:6], [[share, 1, 1, 1]] * 4)
+    np.testing.assert_allclose(ratio[2:6], [[share, 1, 1, 1]] * 2 + [[share, 1, 1, ours]] * 2)
     np.testing.assert_allclose(ratio[6:8], [[torchs, 1, 1, torchs], [share, 1, 1, share]])
     assert (ratio[8:] == 1).all()
 
