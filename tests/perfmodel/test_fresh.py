@@ -171,9 +171,10 @@ def test_the_shipped_powers_are_those_of_the_shipped_sweeps(hardware):
         assert entry.get("wider_where_largest") == (
             pytest.approx(largest[-1] / own[-1], rel=0.03) if "gemm" in KERNELS[kernel].kind else None
         )
-    # Sweeps that had no say are covered as all are to be, by every GEMM kernel of which there are enough rows.
-    found = inside(rows, asked.raised(predicted, bounds))
+    # Sweeps that had no say are covered as all are to be, by every family of which there are enough rows; memory kernels of the
+    # largest batches are told apart, as the README does, though they share their family's powers.
+    found, large = inside(rows, asked.raised(predicted, bounds)), (rows["sweep"] == "blind_memory8").to_numpy()
     for family in dict.fromkeys(asked.family.tolist()):
-        mine = asked.heard & (asked.family == family)
+        mine = asked.heard & ~large & (asked.family == family)
         if mine.sum() >= 200:
             assert 0.88 <= found[mine].mean() <= 0.92, family
