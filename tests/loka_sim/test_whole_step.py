@@ -306,7 +306,7 @@ def test_uneven_weight_gradients_are_those_of_the_calibration(tmp_path):
     rows = pd.DataFrame({"kernel": "torch/bf16", **{name: sizes.integers(16, 2000, 40) for name in "mnk"}})
     refine(base, rows.assign(p50_us=2 * base.predict(rows)["time_us"])).save(tmp_path)
     calibration.save_manifest(tmp_path, "h200", {}, ["made up"], {})
-    answer = whatif("interformer-small", batch=8192, calibration=tmp_path)
+    answer = whatif("interformer-small", batch=4096, calibration=tmp_path)
     corrected, between = perfmodel.load(calibration=tmp_path), fused.load().in_step
     expected = 0.0
     for site in answer.spec.sites:
