@@ -36,8 +36,8 @@ KEPT = ("zoo",)
 LARGEST = ", largest GEMMs"
 # A family counts beside so many rows that ask for no other width, a size class beside so many as its family. With these, each
 # family of 200 rows of an H200's and an H100's fresh sweeps is inside 88% to 92%, of sweeps that had no say; with half as many,
-# each of an H200's, and all but one of an H100's, which has a sixth of its fresh times. Of the sweeps since, FBGEMM's quantizers of
-# an H200 are inside 92.1% with operands of the largest batches (n = 316), 91.7% without.
+# each of an H200's, and all but one of an H100's, which has a sixth of its fresh times. Since then an H200's
+# FBGEMM quantizers are inside 92.1% with operands of the largest batches (n = 316), 91.7% without.
 ALIKE_FAMILY_ROWS, ALIKE_CLASS_ROWS = 200, 100
 # Rows of a kernel that a report draws.
 SHOWN = 30
