@@ -1,23 +1,23 @@
 """How good the kernel-time model is on shapes that it has not seen, per kernel and size; how far it extrapolates; and its peers.
 
-    python benchmarks/time_model.py [accuracy] [repeat] [coverage] [learning] [sweeps] [unseen] [fresh] [extrapolation]
+    python benchmarks/time_model.py [accuracy] [repeat] [coverage] [learning] [launches] [sweeps] [unseen] [fresh] [extrapolation]
         [beyond] [between] [peers] [--folds N] [--kernels PATTERN ...]
     python benchmarks/time_model.py fresh sweeps unseen --hardware h100
 
-accuracy: cross-validation by whole shapes over the fitted sweeps of an H200. repeat: how far two runs' timings of one kernel on
-one shape are apart, and half of that, which is what the best guess between them is off; and what choosing by a second run of
-fresh shapes, on another GPU, costs beside the model's choice of them. coverage: whole runs left out, the
-intervals from the errors of other left-out runs alone. learning: what more rows bring. sweeps: a line each of the sweeps that
-no fit saw, the zoo's models, `blind` to `blind18`, `blind_memory` to `blind_memory9`, few products of any sizes (`blind_long`,
-`blind_towers`, `blind_towers2`), the largest batches' calls (`zoo_large`, `blind_large`) and GEMMs of any sizes, drawn unlike
-what is fitted (`blind14`, of an H100), by the shipped trees, the intervals of each as they would be without it; unseen: kernel
-by kernel of each; fresh: one table of them from `blind3`, `blind_memory` on. extrapolation: fitted without the largest octave
-of M, N, K and FLOPs, and without one K, and judged there. beyond: likewise without the two largest octaves of M, N or K, and
-how wide intervals must be there; between: without products in groups of long K, a hole among smaller and larger sizes. peers:
-each fitted on the same folds; nvMatmulHeuristics where it is installed (pip install nvidia-matmul-heuristics). Regret is the
-geometric mean of the chosen kernel's measured time over the best one's: per FP8 kernel of the choice between it and bf16. All
-are of timings at a clock of their own (`perfmodel.steady`); repeat and unseen say what the others come to, too. On two cores
-everything takes about half an hour.
+accuracy: cross-validation by whole shapes over the fitted sweeps of an H200. repeat: how far two runs' timings of one kernel
+on one shape are apart, and half of that, which is what the best guess between them is off; and what choosing by a second run
+of fresh shapes, on another GPU, costs beside the model's choice of them. coverage: whole runs left out, the intervals from
+the errors of other left-out runs alone. learning: what more rows bring; launches: what more quick launches do. sweeps: a line
+each of the sweeps that no fit saw, the zoo's models, `blind` to `blind18`, `blind_memory` to `blind_memory9`, few products of
+any sizes (`blind_long`, `blind_towers`, `blind_towers2`), the largest batches' calls (`zoo_large`, `blind_large`) and GEMMs
+of any sizes, drawn unlike what is fitted (`blind14`, of an H100), by the shipped trees, the intervals of each as they would
+be without it; unseen: kernel by kernel of each; fresh: one table of them from `blind3`, `blind_memory` on. extrapolation:
+fitted without the largest octave of M, N, K and FLOPs, and without one K, and judged there. beyond: likewise without the two
+largest octaves of M, N or K, and how wide intervals must be there; between: without products in groups of long K, a hole
+among smaller and larger sizes. peers: each fitted on the same folds; nvMatmulHeuristics where it is installed (pip install
+nvidia-matmul-heuristics). Regret is the geometric mean of the chosen kernel's measured time over the best one's: per FP8
+kernel of the choice between it and bf16. All are of timings at a clock of their own (`perfmodel.steady`); repeat and unseen
+say what the others come to, too. On two cores everything takes over two hours, most of it extrapolation, beyond and between.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ SECTIONS = (
     "repeat",
     "coverage",
     "learning",
+    "launches",
     "sweeps",
     "unseen",
     "fresh",
@@ -184,6 +185,27 @@ def learning(data: Data) -> None:
         print(f"{kind}: a median power of {np.median(found):.2f}")
 
 
+def launches(data: Data) -> None:
+    """Held-out shapes by trees that began from a part of the quick launches."""
+    kernels = [name for name in data.kernels if name in data.first]
+    print(f"\nBegun from a quarter, half and all of the launches: MAPE / p90 of held-out shapes, %\n{'':34s}", end="")
+    print(f"{'n':>6s}{'launches':>10s}{'a quarter':>14s}{'half':>14s}{'all':>14s}")
+    wanted = data.rows["kernel"].isin(kernels)
+    rows = data.rows[wanted].reset_index(drop=True)
+    judged = np.isin(data.fold[wanted], data.folds)
+    off = []
+    for share in (1 / 4, 1 / 2, 1.0):
+        part = data.launches.sample(frac=share, random_state=0).sort_index()
+        first = data.first if share == 1 else learn_first(part, data.hardware, kernels, data.choices)
+        predicted = held_out(rows, data.hardware, first, data.fold[wanted], data.folds)
+        off.append(np.abs(predicted / rows["p50_us"].to_numpy() - 1))
+    for name in kernels:
+        mine = judged & (rows["kernel"] == name).to_numpy()
+        cells = [f"{each[mine].mean():.2%} / {np.quantile(each[mine], 0.9):.1%}" for each in off]
+        count = int((data.launches["kernel"] == name).sum())
+        print(f"{name:34s}{mine.sum():6d}{count:10d}" + "".join(f"{cell.replace('%', ''):>14s}" for cell in cells))
+
+
 def main() -> int:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -213,6 +235,8 @@ def main() -> int:
         coverage(data)
     if "learning" in wanted:
         learning(data)
+    if "launches" in wanted:
+        launches(data)
     if "sweeps" in wanted:
         fresh_sweeps.sweeps(data)
     if "unseen" in wanted:

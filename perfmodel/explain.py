@@ -12,7 +12,7 @@ import pandas as pd
 from perfmodel.calls import columns_of
 from perfmodel.choice import are_largest
 from perfmodel.model import PerfModel
-from perfmodel.prediction import LAUNCH_FLOOR_US, baseline_us, few_neighbours, gap_octaves, no_less, wider_beyond
+from perfmodel.prediction import LAUNCH_FLOOR_US, baseline_us, few_neighbours, gap_octaves, in_few_groups, no_less, wider_beyond
 from perfmodel.roofline import limits_us
 
 
@@ -39,8 +39,9 @@ class Explanation:
         wider_beyond: Likewise for how far it is from what was measured, beyond the largest sizes or between others; 1 where it
             is not.
         wider_where_few: Likewise for how few calls were timed carefully around it, if that is more; 1 where many were.
-        wider_where_largest: By what that power is raised for one of the largest calls (`perfmodel.choice.are_largest`), of which
-            few were timed; 1 where it is none.
+        wider_where_largest: By what that power is raised for one of the largest calls (`perfmodel.choice.are_largest`), of
+            which few were timed; 1 where it is none.
+        wider_in_few_groups: Likewise for one of products in few groups (`perfmodel.prediction.in_few_groups`); 1 elsewhere.
         gap_octaves: By how many octaves it lies in a hole between calls that were measured (`perfmodel.cells`); 0 outside one.
     """
 
@@ -61,6 +62,7 @@ class Explanation:
     wider_beyond: float
     wider_where_few: float
     wider_where_largest: float
+    wider_in_few_groups: float
     gap_octaves: float
 
     @property
@@ -97,6 +99,10 @@ class Explanation:
             lines.append(f"  calls like it are less well known: an interval {self.wider_where_few:.1f} times as wide")
         if self.wider_where_largest > 1.0:
             lines.append(f"  few calls as large were timed: an interval {self.wider_where_largest:.1f} times as wide")
+        if round(self.wider_in_few_groups, 1) > 1.0:
+            lines.append(
+                f"  products in few groups are less well known: an interval {self.wider_in_few_groups:.1f} times as wide"
+            )
         if self.correction != 1.0:
             lines.append(f"  measurements on this machine: {self.correction:.2f} x")
         if self.outside or self.gap_octaves:
@@ -149,5 +155,6 @@ def explain(model: PerfModel, row: Mapping[str, Any] | pd.Series) -> Explanation
         float(wider_beyond(kernel, sizes, entry)[0]),
         float(few[few_neighbours(sizes, entry)[0]]) if (few := entry.get("wider_where_few")) else 1.0,
         float(entry.get("wider_where_largest", 1.0)) if are_largest(sizes)[0] else 1.0,
+        float(entry.get("wider_in_few_groups", 1.0)) if in_few_groups(kernel, sizes)[0] else 1.0,
         float(gap_octaves(sizes, entry)[0]),
     )  # fmt: skip

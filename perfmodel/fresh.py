@@ -3,9 +3,11 @@
 Runs left out of the fit (`perfmodel.held_out`) say how an interval's width follows a call's size, the doubt about its kernel and
 what was measured around it. But they were drawn to teach, many of odd sizes, and trees without them know less than
 those that are shipped: by these alone 83% to 99% of fresh measurements are inside, by kernel and size class. So the factors of
-each family and size class are raised to the power at which they hold 90% of the fresh sweeps: split-conformal once more, by the
-shipped trees themselves. A sweep is judged by powers that it did not help to find. Of a library's largest calls
-(`perfmodel.choice.are_largest`) few are fitted, which asks for a power of their own; there a run stands for a sweep.
+each family and size class are raised to the power at which they hold 90% of the fresh sweeps, few rows leaning on what their kind
+asks for: split-conformal once more, by the shipped trees themselves. A sweep is judged by powers that it did not help to find. Of
+a library's largest calls (`perfmodel.choice.are_largest`) few are fitted, which asks for a power of their own; there a run stands
+for a sweep. Batched products in few groups (`perfmodel.prediction.in_few_groups`) are further off than one a sample, and ask for
+one more.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from perfmodel.choice import are_largest
 from perfmodel.held_out import COVERAGE
 from perfmodel.kernels import KERNELS, library_of
 from perfmodel.model import PerfModel
-from perfmodel.prediction import SIZE_CLASSES_US, bounds_of, size_class, wider
+from perfmodel.prediction import SIZE_CLASSES_US, bounds_of, in_few_groups, size_class, wider
 
 Array = npt.NDArray[np.float64]
 
@@ -34,10 +36,11 @@ CLASSES = len(SIZE_CLASSES_US) + 1
 KEPT = ("zoo",)
 # Behind a library's name, the family of its largest calls.
 LARGEST = ", largest GEMMs"
-# A family counts beside so many rows that ask for no other width, a size class beside so many as its family. With these, each
-# family of 200 rows of an H200's and an H100's fresh sweeps is inside 88% to 92%, of sweeps that had no say; with half as many,
-# each of an H200's, and all but one of an H100's, which has a sixth of its fresh times. Since then an H200's
-# FBGEMM quantizers are inside 92.1% with operands of the largest batches (n = 316), 91.7% without.
+# Behind a kernel's, that of its products in few groups.
+FEW_GROUPS = ", few groups"
+# A family counts beside so many rows that ask for what all of its kind do, a size class beside so many as its family, a kind
+# beside so many that ask for no other width. With these, each family of 200 rows of an H200's and an H100's fresh sweeps is
+# inside 88% to 92%, of sweeps that had no say; with no other width for a family, too, an H200's FBGEMM quantizers are 92.1%.
 ALIKE_FAMILY_ROWS, ALIKE_CLASS_ROWS = 200, 100
 # Rows of a kernel that a report draws.
 SHOWN = 30
@@ -51,12 +54,19 @@ def family_of(kernel: str) -> str:
     return f"{library}/quantize_*" if name.startswith("quantize") else f"{library}, other memory-bound"
 
 
+def kind_of(family: str) -> str:
+    """What a family's few rows lean on: all GEMMs', all libraries' quantizers, or their other kernels; "" of what is apart."""
+    if family.endswith((LARGEST, FEW_GROUPS)):
+        return ""
+    return "GEMMs" if family in KERNELS else "quantizers" if family.endswith("quantize_*") else "other memory-bound"
+
+
 @dataclass(frozen=True)
 class Fresh:
     """Fresh measurements beside intervals that none of them has widened.
 
     Attributes:
-        family: `family_of` each row's kernel, or of its library's largest calls, (rows,).
+        family: `family_of` each row's kernel, or of its library's largest calls, or of its products in few groups, (rows,).
         size_class: Of its predicted time, (rows,).
         sweep: Its sweep, and its run where it is of the largest calls, (rows,).
         needed: The logarithm of the power of its interval's factors at which the measurement is at an end of it, (rows,).
@@ -100,17 +110,23 @@ class Fresh:
         Args:
             without: A sweep that has no say.
         """
-        found = {}
+        found: dict[str, list[float]] = {}
         heard = self.heard & (self.sweep != without)
         largest = _of_largest(self.family)
-        for family in dict.fromkeys(self.family[heard].tolist()):
+        # Those in few groups come last: theirs is one power more.
+        for family in sorted(dict.fromkeys(self.family[heard].tolist()), key=lambda name: name.endswith(FEW_GROUPS)):
             mine = heard & (self.family == family)
-            if family.endswith(LARGEST):
+            if family.endswith(FEW_GROUPS):
+                usual_of = np.log(found.get(family.removesuffix(FEW_GROUPS), [1.0] * CLASSES))
+                more = _beside(self.needed[mine] - usual_of[self.size_class[mine]], ALIKE_FAMILY_ROWS, 0.0)
+                own = list(usual_of + more)
+            elif family.endswith(LARGEST):
                 # Beside all libraries', and of any size alike: few are of another class than the last.
                 everyones = _beside(self.needed[heard & largest], ALIKE_CLASS_ROWS, 0.0)
                 own = [_beside(self.needed[mine], ALIKE_CLASS_ROWS, everyones)] * CLASSES
             else:
-                usual = _beside(self.needed[mine], ALIKE_FAMILY_ROWS, 0.0)
+                alike = heard & np.array([kind_of(other) == kind_of(family) for other in self.family], dtype=bool)
+                usual = _beside(self.needed[mine], ALIKE_FAMILY_ROWS, _beside(self.needed[alike], ALIKE_FAMILY_ROWS, 0.0))
                 own = [_beside(self.needed[mine & (self.size_class == c)], ALIKE_CLASS_ROWS, usual) for c in range(CLASSES)]
             found[family] = [float(power) for power in np.exp(own)]
         return found
@@ -126,9 +142,14 @@ class Fresh:
 
 
 def _families(rows: pd.DataFrame) -> npt.NDArray[Any]:
-    largest = are_largest(columns_of(rows)) & np.array(["gemm" in KERNELS[name].kind for name in rows["kernel"]], dtype=bool)
-    names = zip(rows["kernel"], largest, strict=True)
-    return np.array([library_of(name) + LARGEST if large else family_of(name) for name, large in names], dtype=object)
+    families = np.empty(len(rows), dtype=object)
+    for kernel, index in rows.groupby("kernel").indices.items():
+        name, sizes = str(kernel), columns_of(rows.iloc[index])
+        families[index] = family_of(name)
+        families[index[in_few_groups(name, sizes)]] = family_of(name) + FEW_GROUPS
+        if "gemm" in KERNELS[name].kind:
+            families[index[are_largest(sizes)]] = library_of(name) + LARGEST
+    return families
 
 
 def _of_largest(families: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
@@ -161,7 +182,8 @@ def raise_bounds(rows: pd.DataFrame, predicted: Array, bounds: Array, powers: Po
 def raise_factors(entries: Mapping[str, Any], powers: Powers) -> dict[str, Any]:
     """A manifest's kernels with the interval factors of each size class raised, and the powers by which: `interval_powers`.
 
-    `wider_where_largest` is by how much further they are of the largest calls, which nearly all are of the last size class.
+    `wider_where_largest` is by how much further they are of the largest calls, which nearly all are of the last size class,
+    `wider_in_few_groups` likewise of products in few groups.
 
     Args:
         entries: By kernel.
@@ -174,6 +196,8 @@ def raise_factors(entries: Mapping[str, Any], powers: Powers) -> dict[str, Any]:
         result[kernel] = {**entry, "interval_factors": factors.tolist(), "interval_powers": own.tolist()}
         if "gemm" in KERNELS[kernel].kind and (largest := powers.get(library_of(kernel) + LARGEST)):
             result[kernel]["wider_where_largest"] = float(largest[-1] / own[-1])
+        if few := powers.get(family_of(kernel) + FEW_GROUPS):
+            result[kernel]["wider_in_few_groups"] = float(few[-1] / own[-1])
     return result
 
 
@@ -181,8 +205,7 @@ def lower_factors(entry: Mapping[str, Any]) -> dict[str, Any]:
     """A kernel of a manifest as it was before `raise_factors`; one that was never raised as it is."""
     own = 1 / np.array(entry.get("interval_powers", [1.0] * CLASSES))
     lowered = {**entry, "interval_factors": (np.asarray(entry["interval_factors"]) ** own[:, None]).tolist()}
-    lowered.pop("wider_where_largest", None)
-    return lowered
+    return {name: value for name, value in lowered.items() if name not in ("wider_where_largest", "wider_in_few_groups")}
 
 
 def shown(rows: pd.DataFrame, predicted: Array) -> dict[str, dict[str, list[float]]]:

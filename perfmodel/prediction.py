@@ -35,6 +35,8 @@ WIDER_GEMM, WIDER_MEMORY = 3.1, 1.0
 # from the rest, took powers of 3.7, 4.8, 8.7 and 7.9 (python benchmarks/time_model.py between). Of 86 GEMMs of ours and FBGEMM's
 # that an earlier fit knew nothing within an octave of, 1.1 to 2.9.
 WIDER_BETWEEN = {"gemm": 0.6, "batched_gemm": 5.0}
+# Batched products in fewer groups are of towers or features, of more one a sample: where a power of the intervals' own begins.
+FEW_GROUPS = 200
 # What the features know of a size's alignment: its remainder by this.
 EDGE_MULTIPLE = 256
 
@@ -117,14 +119,25 @@ def wider(kernel: str, sizes: Sizes, entry: Mapping[str, Any]) -> Array:
     """The power of the interval's factors for what is known around calls, (calls,): `wider_beyond`, or for few neighbours.
 
     Arguments as of `wider_beyond`; the entry may have `wider_where_few`, powers by that class (`perfmodel.held_out`), and
-    `wider_where_largest`, one more for the largest calls, by which that is raised (`perfmodel.fresh`).
+    `wider_where_largest` and `wider_in_few_groups`, one more for these, by which that is raised (`perfmodel.fresh`).
     """
     power = wider_beyond(kernel, sizes, entry)
     if (powers := entry.get("wider_where_few")) is not None:
         power = np.maximum(power, np.asarray(powers)[few_neighbours(sizes, entry)])
+    if few_groups := entry.get("wider_in_few_groups"):
+        power = np.where(in_few_groups(kernel, sizes), few_groups * power, power)
     if largest := entry.get("wider_where_largest"):
         power = np.where(are_largest(sizes), largest * power, power)
     return power
+
+
+def in_few_groups(kernel: str, sizes: Sizes) -> npt.NDArray[np.bool_]:
+    """Which calls are of batched products in fewer groups than `FEW_GROUPS`, (calls,): of towers or features, not of samples.
+
+    The largest calls are none (`perfmodel.choice.are_largest`), nor are those of a grouped kernel, all of which are in few.
+    """
+    batched = KERNELS[kernel].kind == "batched_gemm" and "grouped" not in kernel
+    return batched & (sizes[3] < FEW_GROUPS) & ~are_largest(sizes)
 
 
 def bounds_of(time_us: Array, entry: Mapping[str, Any], doubt: npt.NDArray[np.int64], wider: Array | float = 1.0) -> Array:

@@ -10,6 +10,7 @@ from perfmodel.choice import are_largest
 from perfmodel.fresh import (
     ALIKE_CLASS_ROWS,
     ALIKE_FAMILY_ROWS,
+    FEW_GROUPS,
     LARGEST,
     Fresh,
     family_of,
@@ -18,7 +19,8 @@ from perfmodel.fresh import (
     raise_factors,
 )
 from perfmodel.kernels import KERNELS
-from perfmodel.prediction import bounds_of, wider
+from perfmodel.prediction import FEW_GROUPS as FEW
+from perfmodel.prediction import bounds_of, in_few_groups, wider
 
 KERNEL = "torch/bf16"
 # Two standard normal deviations hold 90%, in this many of one.
@@ -65,10 +67,22 @@ def test_few_rows_change_little_and_other_classes_take_the_familys():
     asked = Fresh.of(rows, predicted, bounds)
     own = np.sort(asked.needed)
     wanted = np.quantile(own, 0.9 * 41 / 40)
-    usual = 40 * wanted / (40 + ALIKE_FAMILY_ROWS)
+    everyones = 40 * wanted / (40 + ALIKE_FAMILY_ROWS)
+    usual = (40 * wanted + ALIKE_FAMILY_ROWS * everyones) / (40 + ALIKE_FAMILY_ROWS)
     powers = np.log(asked.powers()[KERNEL])
     np.testing.assert_allclose(powers[[0, 1, 3]], usual)
     assert powers[2] == pytest.approx((40 * wanted + ALIKE_CLASS_ROWS * usual) / (40 + ALIKE_CLASS_ROWS))
+
+
+def test_few_rows_lean_on_what_their_kind_asks_for():
+    """A kernel of a few GEMMs on the other GEMMs, not on quantizers."""
+    few = rows_of(1.0, kernel="torch/fp8_block128", count=20)
+    many = rows_of(0.5, count=40_000, seed=1), rows_of(3.0, kernel="torch/quantize_rowwise", count=40_000, seed=2)
+    powers = Fresh.of(*together(few, *many)).powers()
+    wanted = np.quantile(Fresh.of(*few).needed, 0.9 * 21 / 20)
+    usual = (20 * wanted + ALIKE_FAMILY_ROWS * np.log(0.5 * NORMAL)) / (20 + ALIKE_FAMILY_ROWS)
+    assert np.log(powers["torch/fp8_block128"][0]) == pytest.approx(usual, abs=0.02)
+    assert powers["torch/quantize_*"][0] == pytest.approx(3 * NORMAL, rel=0.03)
 
 
 def test_a_sweep_has_no_say_in_its_own_intervals():
@@ -116,6 +130,27 @@ def test_intervals_of_the_largest_calls_are_raised_where_they_are_asked():
     time = np.array([200.0, 200.0])
     found = bounds_of(time, raised[KERNEL], np.zeros(2, dtype=int), wider(KERNEL, sizes, raised[KERNEL])) / time[:, None]
     np.testing.assert_allclose(found, [[0.9**2, 1.2**2], [0.9**3, 1.2**3]])
+
+
+def test_products_in_few_groups_have_one_power_more_of_every_size():
+    batched = "torch/bf16_batched"
+    many, few = (rows_of(spread, "blind3", batched, 20_000, seed=g, groups=g) for spread, g in ((1.0, 4096), (2.0, 8)))
+    rows, predicted, bounds = together(many, few)
+    # A few of another class, as the usual ones lack it.
+    predicted[-40:], bounds[-40:] = predicted[-40:] / 20, bounds[-40:] / 20
+    rows.loc[rows.index[-40:], "p50_us"] /= 20
+    powers = Fresh.of(rows, predicted, bounds).powers()
+    assert list(powers) == [batched, batched + FEW_GROUPS]
+    np.testing.assert_allclose(np.divide(powers[batched + FEW_GROUPS], powers[batched]), 2.0, rtol=0.05)
+    entry = {"interval_factors": [[0.9, 1.2]] * 4, "range": {"product": [1.0, 2.0**50]}}
+    raised = raise_factors({batched: entry, KERNEL: entry}, powers)
+    assert raised[batched]["wider_in_few_groups"] == pytest.approx(2.0, rel=0.05) and "wider_in_few_groups" not in raised[KERNEL]
+    assert lower_factors(raised[batched])["interval_factors"][0] == pytest.approx([0.9, 1.2])
+    assert "wider_in_few_groups" not in lower_factors(raised[batched])
+    sizes = tuple(np.array(x, dtype=float) for x in ([64] * 3, [64] * 3, [64] * 3, [FEW, FEW - 1, 2**20]))
+    np.testing.assert_array_equal(in_few_groups(batched, sizes), [False, True, False])
+    assert not in_few_groups("torch/fp8_grouped_rowwise_fast", sizes).any() and not in_few_groups(KERNEL, sizes).any()
+    np.testing.assert_allclose(wider(batched, sizes, raised[batched])[:2], [1.0, raised[batched]["wider_in_few_groups"]])
 
 
 @pytest.mark.parametrize(
@@ -171,10 +206,13 @@ def test_the_shipped_powers_are_those_of_the_shipped_sweeps(hardware):
         assert entry.get("wider_where_largest") == (
             pytest.approx(largest[-1] / own[-1], rel=0.03) if "gemm" in KERNELS[kernel].kind else None
         )
-    # Sweeps that had no say are covered as all are to be, by every family of which there are enough rows; memory kernels of the
-    # largest batches are told apart, as the README does, though they share their family's powers.
-    found, large = inside(rows, asked.raised(predicted, bounds)), (rows["sweep"] == "blind_memory8").to_numpy()
+        few = powers.get(family_of(kernel) + FEW_GROUPS)
+        assert ("wider_in_few_groups" in entry) == (few is not None) == (kernel == "torch/bf16_batched")
+        if few is not None:
+            assert entry["wider_in_few_groups"] == pytest.approx(few[-1] / own[-1], rel=0.03)
+    # Sweeps that had no say are covered as all are to be, by every family of which there are enough rows.
+    found = inside(rows, asked.raised(predicted, bounds))
     for family in dict.fromkeys(asked.family.tolist()):
-        mine = asked.heard & ~large & (asked.family == family)
+        mine = asked.heard & (asked.family == family)
         if mine.sum() >= 200:
             assert 0.88 <= found[mine].mean() <= 0.92, family

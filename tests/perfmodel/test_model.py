@@ -217,6 +217,14 @@ def test_an_explanation_says_where_little_is_known_around_a_call(model):
     powers = model.manifest["kernels"]["torch/bf16_batched"]["wider_where_few"]
     assert few.wider_where_few in powers and few.wider_where_few > 1.2 and few.outside == () and few.gap_octaves == 0
     assert f"calls like it are less well known: an interval {few.wider_where_few:.1f} times as wide" in few.words()
+    entry = model.manifest["kernels"]["torch/bf16_batched"]
+    assert few.wider_in_few_groups == entry["wider_in_few_groups"] > 1.05
+    assert f"products in few groups are less well known: an interval {few.wider_in_few_groups:.1f} times as wide" in few.words()
+    low, high = entry["interval_factors"][size_class(np.array([few.time_us]))[0]]
+    power = few.wider * max(few.wider_beyond, few.wider_where_few) * few.wider_in_few_groups
+    assert (few.low_us, few.high_us) == pytest.approx((few.time_us * low**power, few.time_us * high**power))
+    one_a_sample = model.explain({"kernel": "torch/bf16_batched", "m": 27, "n": 27, "k": 64, "groups": 8192})
+    assert one_a_sample.wider_in_few_groups == 1 and "few groups" not in one_a_sample.words()
     many = model.explain({"kernel": "torch/bf16", "m": 8192, "n": 512, "k": 512})
     assert many.wider_where_few == 1 and "less well known" not in many.words()
 
