@@ -5,7 +5,7 @@
     python -m hil.launches --out data/h200 --count 90000 --seed 9201 --minutes 2 --odd
     python -m hil.launches --out data/h200 --count 4000 --seed 9301 --minutes 2 --large --kernels '*'
 
-Each shape is launched three times under torch's profiler, and the median of the kernels' durations is kept: 1,100 to 1,400 rows a
+Each shape is launched three times under torch's profiler, and the median of the kernels' durations is kept: 1,000 to 1,400 rows a
 second, where replays of graphs give 31 to 36. They are 6% from those replays on average, most of it the clocks'. What a library's
 choice of kernel does to the time (tiles, splits of K, slow paths of odd sizes) shows all the same, which is what so many
 shapes are for: `perfmodel.fit` learns it here first, and the rest from the careful timings.

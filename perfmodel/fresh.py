@@ -37,7 +37,7 @@ KEPT = ("zoo",)
 # Behind a library's name, the family of its largest calls.
 LARGEST = ", largest GEMMs"
 # Behind a kernel's, that of its products in few groups.
-FEW_GROUPS = ", few groups"
+IN_FEW_GROUPS = ", few groups"
 # A family counts beside so many rows that ask for what all of its kind do, a size class beside so many as its family, a kind
 # beside so many that ask for no other width. With these, each family of 200 rows of an H200's and an H100's fresh sweeps is
 # inside 88% to 92%, of sweeps that had no say; with no other width for a family, too, an H200's FBGEMM quantizers are 92.1%.
@@ -56,7 +56,7 @@ def family_of(kernel: str) -> str:
 
 def kind_of(family: str) -> str:
     """What a family's few rows lean on: all GEMMs', all libraries' quantizers, or their other kernels; "" of what is apart."""
-    if family.endswith((LARGEST, FEW_GROUPS)):
+    if family.endswith((LARGEST, IN_FEW_GROUPS)):
         return ""
     return "GEMMs" if family in KERNELS else "quantizers" if family.endswith("quantize_*") else "other memory-bound"
 
@@ -114,10 +114,11 @@ class Fresh:
         heard = self.heard & (self.sweep != without)
         largest = _of_largest(self.family)
         # Those in few groups come last: theirs is one power more.
-        for family in sorted(dict.fromkeys(self.family[heard].tolist()), key=lambda name: name.endswith(FEW_GROUPS)):
+        families = sorted(dict.fromkeys(self.family[heard].tolist()), key=lambda name: name.endswith(IN_FEW_GROUPS))
+        for family in families:
             mine = heard & (self.family == family)
-            if family.endswith(FEW_GROUPS):
-                usual_of = np.log(found.get(family.removesuffix(FEW_GROUPS), [1.0] * CLASSES))
+            if family.endswith(IN_FEW_GROUPS):
+                usual_of = np.log(found.get(family.removesuffix(IN_FEW_GROUPS), [1.0] * CLASSES))
                 more = _beside(self.needed[mine] - usual_of[self.size_class[mine]], ALIKE_FAMILY_ROWS, 0.0)
                 own = list(usual_of + more)
             elif family.endswith(LARGEST):
@@ -125,7 +126,7 @@ class Fresh:
                 everyones = _beside(self.needed[heard & largest], ALIKE_CLASS_ROWS, 0.0)
                 own = [_beside(self.needed[mine], ALIKE_CLASS_ROWS, everyones)] * CLASSES
             else:
-                alike = heard & np.array([kind_of(other) == kind_of(family) for other in self.family], dtype=bool)
+                alike = heard & np.isin(self.family, [other for other in families if kind_of(other) == kind_of(family)])
                 usual = _beside(self.needed[mine], ALIKE_FAMILY_ROWS, _beside(self.needed[alike], ALIKE_FAMILY_ROWS, 0.0))
                 own = [_beside(self.needed[mine & (self.size_class == c)], ALIKE_CLASS_ROWS, usual) for c in range(CLASSES)]
             found[family] = [float(power) for power in np.exp(own)]
@@ -146,7 +147,7 @@ def _families(rows: pd.DataFrame) -> npt.NDArray[Any]:
     for kernel, index in rows.groupby("kernel").indices.items():
         name, sizes = str(kernel), columns_of(rows.iloc[index])
         families[index] = family_of(name)
-        families[index[in_few_groups(name, sizes)]] = family_of(name) + FEW_GROUPS
+        families[index[in_few_groups(name, sizes)]] = family_of(name) + IN_FEW_GROUPS
         if "gemm" in KERNELS[name].kind:
             families[index[are_largest(sizes)]] = library_of(name) + LARGEST
     return families
@@ -196,7 +197,7 @@ def raise_factors(entries: Mapping[str, Any], powers: Powers) -> dict[str, Any]:
         result[kernel] = {**entry, "interval_factors": factors.tolist(), "interval_powers": own.tolist()}
         if "gemm" in KERNELS[kernel].kind and (largest := powers.get(library_of(kernel) + LARGEST)):
             result[kernel]["wider_where_largest"] = float(largest[-1] / own[-1])
-        if few := powers.get(family_of(kernel) + FEW_GROUPS):
+        if few := powers.get(family_of(kernel) + IN_FEW_GROUPS):
             result[kernel]["wider_in_few_groups"] = float(few[-1] / own[-1])
     return result
 

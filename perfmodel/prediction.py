@@ -35,7 +35,7 @@ WIDER_GEMM, WIDER_MEMORY = 3.1, 1.0
 # from the rest, took powers of 3.7, 4.8, 8.7 and 7.9 (python benchmarks/time_model.py between). Of 86 GEMMs of ours and FBGEMM's
 # that an earlier fit knew nothing within an octave of, 1.1 to 2.9.
 WIDER_BETWEEN = {"gemm": 0.6, "batched_gemm": 5.0}
-# Batched products in fewer groups are of towers or features, of more one a sample: where a power of the intervals' own begins.
+# Batched products in fewer groups are of towers or features, not one a sample: their intervals have a power of their own.
 FEW_GROUPS = 200
 # What the features know of a size's alignment: its remainder by this.
 EDGE_MULTIPLE = 256

@@ -10,7 +10,7 @@ from perfmodel.choice import are_largest
 from perfmodel.fresh import (
     ALIKE_CLASS_ROWS,
     ALIKE_FAMILY_ROWS,
-    FEW_GROUPS,
+    IN_FEW_GROUPS,
     LARGEST,
     Fresh,
     family_of,
@@ -19,8 +19,7 @@ from perfmodel.fresh import (
     raise_factors,
 )
 from perfmodel.kernels import KERNELS
-from perfmodel.prediction import FEW_GROUPS as FEW
-from perfmodel.prediction import bounds_of, in_few_groups, wider
+from perfmodel.prediction import FEW_GROUPS, bounds_of, in_few_groups, wider
 
 KERNEL = "torch/bf16"
 # Two standard normal deviations hold 90%, in this many of one.
@@ -140,14 +139,14 @@ def test_products_in_few_groups_have_one_power_more_of_every_size():
     predicted[-40:], bounds[-40:] = predicted[-40:] / 20, bounds[-40:] / 20
     rows.loc[rows.index[-40:], "p50_us"] /= 20
     powers = Fresh.of(rows, predicted, bounds).powers()
-    assert list(powers) == [batched, batched + FEW_GROUPS]
-    np.testing.assert_allclose(np.divide(powers[batched + FEW_GROUPS], powers[batched]), 2.0, rtol=0.05)
+    assert list(powers) == [batched, batched + IN_FEW_GROUPS]
+    np.testing.assert_allclose(np.divide(powers[batched + IN_FEW_GROUPS], powers[batched]), 2.0, rtol=0.05)
     entry = {"interval_factors": [[0.9, 1.2]] * 4, "range": {"product": [1.0, 2.0**50]}}
     raised = raise_factors({batched: entry, KERNEL: entry}, powers)
     assert raised[batched]["wider_in_few_groups"] == pytest.approx(2.0, rel=0.05) and "wider_in_few_groups" not in raised[KERNEL]
     assert lower_factors(raised[batched])["interval_factors"][0] == pytest.approx([0.9, 1.2])
     assert "wider_in_few_groups" not in lower_factors(raised[batched])
-    sizes = tuple(np.array(x, dtype=float) for x in ([64] * 3, [64] * 3, [64] * 3, [FEW, FEW - 1, 2**20]))
+    sizes = tuple(np.array(x, dtype=float) for x in ([64] * 3, [64] * 3, [64] * 3, [FEW_GROUPS, FEW_GROUPS - 1, 2**20]))
     np.testing.assert_array_equal(in_few_groups(batched, sizes), [False, True, False])
     assert not in_few_groups("torch/fp8_grouped_rowwise_fast", sizes).any() and not in_few_groups(KERNEL, sizes).any()
     np.testing.assert_allclose(wider(batched, sizes, raised[batched])[:2], [1.0, raised[batched]["wider_in_few_groups"]])
@@ -206,7 +205,7 @@ def test_the_shipped_powers_are_those_of_the_shipped_sweeps(hardware):
         assert entry.get("wider_where_largest") == (
             pytest.approx(largest[-1] / own[-1], rel=0.03) if "gemm" in KERNELS[kernel].kind else None
         )
-        few = powers.get(family_of(kernel) + FEW_GROUPS)
+        few = powers.get(family_of(kernel) + IN_FEW_GROUPS)
         assert ("wider_in_few_groups" in entry) == (few is not None) == (kernel == "torch/bf16_batched")
         if few is not None:
             assert entry["wider_in_few_groups"] == pytest.approx(few[-1] / own[-1], rel=0.03)
