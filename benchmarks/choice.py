@@ -69,7 +69,7 @@ def main() -> int:
     zoo = zoo[(zoo["sweep"] == "zoo") & (zoo["groups"] == 1) & zoo["kernel"].str.startswith("torch/")]
     keys: list[Row] = list(zip(zoo["kernel"], zoo["m"], zoo["n"], zoo["k"], strict=True))
     measured = dict(zip(keys, zoo["p50_us"], strict=True))
-    learned = dict(zip(keys, model.predict(zoo)["time_us"], strict=True))
+    learned = dict(zip(keys, model.predict_together(zoo)["time_us"], strict=True))
     roofline = {
         row: float(roofline_us(row[0], *(np.array([float(x)]) for x in (*row[1:], 1)), model.hardware)[0]) for row in keys
     }

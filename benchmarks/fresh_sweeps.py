@@ -81,7 +81,7 @@ def fresh(data: Data, classes: bool = False) -> None:
     """The shipped model on fresh sweeps: GEMMs kernel by kernel, others library by library; by size class, too, if `classes`."""
     gpu, sweep = data.hardware.name, data.unseen["sweep"]
     rows = data.unseen[data.unseen["settled"] & (sweep != "zoo") & ~sweep.isin(MANY_WORKERS.get(gpu, ()))].reset_index(drop=True)
-    predicted, bounds = rows["predicted"].to_numpy(), rows[["low", "high"]].to_numpy()
+    predicted, together, bounds = rows["predicted"].to_numpy(), rows["together"].to_numpy(), rows[["low", "high"]].to_numpy()
     kinds = {**dict.fromkeys(FEW_PRODUCTS, "few"), **APART}
     of = np.where(rows["own_clock"], "own clock", rows["sweep"].map(kinds).fillna("").to_numpy())
     names = np.array([family(*pair) for pair in zip(rows["kernel"], of, strict=True)], dtype=object)
@@ -96,11 +96,12 @@ def fresh(data: Data, classes: bool = False) -> None:
     among = rows[usual].reset_index(drop=True)
     print(f"\n{HEAD}")
     for name, mine in families.items():
-        regret = fit.regret_beside_bf16(among, predicted[usual], name)
+        regret = fit.regret_beside_bf16(among, together[usual], name)
         print(line(name, accuracy(rows["p50_us"].to_numpy()[mine], predicted[mine], bounds[mine]), regret).rstrip())
+    choices(among, predicted[usual], ", each kernel told alone")
     for some, what in ((usual, ""), (of == "large", " of the largest calls"), (of == "any sizes", " of any sizes")):
         if some.any():
-            choices(rows[some].reset_index(drop=True), predicted[some], what)
+            choices(rows[some].reset_index(drop=True), together[some], what)
     if classes:
         by_size("fresh sweeps", families, rows, predicted, bounds)
 
@@ -110,7 +111,7 @@ def second(data: Data) -> None:
     key, again = ["kernel", *SHAPE], data.everything[(data.everything["sweep"] == "second") & data.everything["settled"]]
     first = data.unseen[data.unseen["settled"]].drop_duplicates(key)
     rows = first.merge(again[[*key, "p50_us"]], on=key, suffixes=("", "_again"))
-    for whose, column in (("a second run", "p50_us_again"), ("the model", "predicted")):
+    for whose, column in (("a second run", "p50_us_again"), ("the model", "together")):
         if len(rows):
             choices(rows, rows[column].to_numpy(), f" by {whose}")
 
@@ -146,7 +147,7 @@ def sweeps(data: Data) -> None:
         mine = timed[timed["settled"]].reset_index(drop=True)
         if len(mine):
             cells = "".join(_short(mine[mine["kernel"] == kernel]) for _, kernel in shown)
-            cost = choice_regret(mine, mine["predicted"].to_numpy(), fit.TORCH_GEMMS)
+            cost = choice_regret(mine, mine["together"].to_numpy(), fit.TORCH_GEMMS)
             regret = f"{cost['geomean']:8.2%}" if cost else f"{'':8s}"
             print(f"{sweep:14s} {len(mine):5d} {len(timed):6d}{_short(mine)}{cells}{regret}{_covered(mine):8.1%}")
     names = ("loka/quantize_*", "fbgemm/quantize_*", "torch/quantize_*", "torch, other memory-bound")

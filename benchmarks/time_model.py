@@ -17,7 +17,9 @@ largest octaves of M, N or K, and how wide intervals must be there; between: wit
 among smaller and larger sizes. peers: each fitted on the same folds; nvMatmulHeuristics where it is installed (pip install
 nvidia-matmul-heuristics). Regret is the geometric mean of the chosen kernel's measured time over the best one's: per FP8
 kernel of the choice between it and bf16. All are of timings at a clock of their own (`perfmodel.steady`); repeat and unseen
-say what the others come to, too. On two cores everything takes over two hours, most of it extrapolation, beyond and between.
+say what the others come to, too. Choices on sweeps that no fit saw are by times told together (`perfmodel.pairs`), as
+decisions are, and once more by each kernel's alone. On two cores everything takes over two hours, most of it extrapolation,
+beyond and between.
 """
 
 from __future__ import annotations
@@ -106,7 +108,8 @@ class Data:
     def unseen(self) -> pd.DataFrame:
         """Rows that no fit saw, with the shipped model's `predicted` and the ends `low` and `high` of their intervals.
 
-        Intervals are calibrated by fresh sweeps: each sweep's are as they would be without it.
+        `together` are times as told where kernels of one shape are asked together, which choices go by. Intervals are calibrated
+        by fresh sweeps: each sweep's are as they would be without it.
         """
         model = perfmodel.load(self.hardware.name)
         known = self.everything["sweep"].isin(list(fit.NEVER_SEEN)) & self.everything["kernel"].isin(
@@ -115,7 +118,8 @@ class Data:
         rows = self.everything[known].reset_index(drop=True)
         predicted, bounds, asked = of_model(model, rows)
         low, high = asked.raised(predicted, bounds).T
-        rows = rows.assign(predicted=predicted, low=low, high=high)
+        together = model.predict_together(rows)["time_us"].to_numpy()
+        rows = rows.assign(predicted=predicted, low=low, high=high, together=together)
         return rows[rows["kernel"].isin(self.kernels)].reset_index(drop=True)
 
     def judged(self) -> tuple[pd.DataFrame, Array]:

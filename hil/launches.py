@@ -3,6 +3,7 @@
     python -m hil.launches --out data/h200 --count 60000 --seed 9001 --minutes 5
     python -m hil.launches --out data/h200 --count 40000 --seed 9101 --minutes 2 --kernels 'loka/fp8_*' 'fbgemm/fp8_rowwise_*'
     python -m hil.launches --out data/h200 --count 90000 --seed 9201 --minutes 2 --odd
+    python -m hil.launches --out data/h200 --count 90000 --seed 9251 --minutes 1 --few --kernels torch/bf16_batched
     python -m hil.launches --out data/h200 --count 4000 --seed 9301 --minutes 2 --large --kernels '*'
 
 Each shape is launched three times under torch's profiler, and the median of the kernels' durations is kept: 1,000 to 1,400 rows a
@@ -84,10 +85,11 @@ def drawn(count: int, seed: int, kernels: Collection[str] = TORCH, *, which: str
         seed: Of the draw.
         kernels: Which must take a shape, any of them.
         which: "odd" for `odd_shapes` and `odd_batched_shapes` instead, `count` of each that a kernel takes, in turn; "large" for
-            `count` of `large_shapes`, of which those stay that a kernel takes.
+            `count` of `large_shapes`, "few" for as many of `tower_shapes`, products in few groups of any sizes, of which those
+            stay that a kernel takes.
     """
-    if which == "large":
-        return [shape for shape in large_shapes(count, seed) if any(takes(name, shape) for name in kernels)]
+    if which in (apart := {"large": large_shapes, "few": tower_shapes}):
+        return [shape for shape in apart[which](count, seed) if any(takes(name, shape) for name in kernels)]
     if which == "odd":
         asked = {KERNELS[name].kind for name in kernels}
         odds = {"gemm": odd_shapes, "batched_gemm": odd_batched_shapes}
@@ -247,6 +249,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_const",
         const="large",
         help="shapes of the largest batches (hil.shapes.large_shapes)",
+    )
+    draws.add_argument(
+        "--few",
+        dest="which",
+        action="store_const",
+        const="few",
+        help="products in few groups of any sizes (hil.shapes.tower_shapes)",
     )
     parser.add_argument(
         "--minutes", type=float, default=5.0, help="stop in time and keep what is measured (default: %(default)s)"

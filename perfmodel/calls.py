@@ -51,6 +51,12 @@ def _numbers(name: str, column: pd.Series | Sequence[Any]) -> Array:
     return np.asarray(values, dtype=np.float64)
 
 
+def of_calls(sizes: Sizes, calls: npt.NDArray[np.intp]) -> Sizes:
+    """Sizes of some calls, by their numbers."""
+    m, n, k, groups = sizes
+    return m[calls], n[calls], k[calls], groups[calls]
+
+
 def places_of(kernels: Sequence[str]) -> dict[str, npt.NDArray[np.intp]]:
     """The rows of each kernel, by name."""
     numbers = {kernel: number for number, kernel in enumerate(dict.fromkeys(kernels))}

@@ -2,11 +2,13 @@
 
     python -m perfmodel.fit --hardware h200
     python -m perfmodel.fit --hardware h100 --start h200
+    python -m perfmodel.fit --hardware h200 --pairs
     python -m perfmodel.fit --timings DIR --hardware-spec FILE --start h200 --out CALIBRATION
 
-The last fits a user's own sweep: DIR holds `gemm.parquet`, `memory.parquet` or both as `hil.collect` writes them, FILE is
-a specification as `data/h200/hardware.json`, and `perfmodel.load(name, calibration=CALIBRATION)` reads the result. With
-`--start` a kernel is learned from where a shipped GPU's model of it ends (`perfmodel/transfer.py`), by far fewer timings.
+`--pairs` learns what pairs of kernels differ by (`perfmodel/pairs.py`) anew, which every fit does at its end, and leaves the
+kernels as they are. The last fits a user's own sweep: DIR holds `gemm.parquet`, `memory.parquet` or both as `hil.collect` writes
+them, FILE is a specification as `data/h200/hardware.json`, and `perfmodel.load(name, calibration=CALIBRATION)` reads the result.
+With `--start` a kernel is learned from where a shipped GPU's model of it ends (`perfmodel/transfer.py`), by far fewer timings.
 
 Where `launches.parquet` (`hil.launches`) lies beside the timings, each GEMM kernel is learned from its quick launches first:
 `perfmodel/learn.py` says why. Where `choices` (`hil.choices`) lies there, too, its kernels are told what the library chooses.
@@ -26,6 +28,7 @@ import argparse
 import gzip
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,7 @@ from perfmodel.held_out import (
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import GEMM_KERNELS, KERNELS, library_of
 from perfmodel.learn import Learned, learn_first, measured_range, predict, predict_doubting, train
+from perfmodel.learn_pairs import add_pairs, judge_choices
 from perfmodel.measured import LEAST_US, read_choices, read_launches, read_timings
 from perfmodel.model import PerfModel, choice_file, model_file, network_file
 from perfmodel.parallel import each
@@ -260,7 +264,27 @@ def fit(
         "kernels": kernels,
     }
     _write(target, {**files, "manifest.json": (json.dumps(manifest, indent=1) + "\n").encode()})
-    return manifest
+    return _with_pairs(PerfModel(hardware, target, manifest), timings, launches, unseen)
+
+
+def fit_pairs(hardware_name: str) -> dict[str, Any]:
+    """Learn what pairs of kernels differ by anew, on top of a shipped GPU's kernels as they are; returns the manifest.
+
+    Raises:
+        ValueError, FileNotFoundError: as `fit`.
+    """
+    model, everything = load(hardware_name), read_timings(hardware_name)
+    launches = read_launches(everything, data_folder() / hardware_name)
+    unseen = everything[everything["settled"] & everything["sweep"].isin(list(NEVER_SEEN))]
+    return _with_pairs(model, fitted_rows(everything), launches, unseen)
+
+
+def _with_pairs(model: PerfModel, timings: pd.DataFrame, launches: pd.DataFrame | None, unseen: pd.DataFrame) -> dict[str, Any]:
+    """A written fit with its pairs of kernels, where enough was timed of any; returns the manifest."""
+    manifest = add_pairs(model, timings, launches)
+    if "pairs" not in manifest:
+        return manifest
+    return judge_choices(replace(model, manifest=manifest), unseen, NEVER_SEEN, TORCH_GEMMS)
 
 
 def regret_beside_bf16(timings: pd.DataFrame, predicted: np.ndarray, kernel: str) -> dict[str, float] | None:
@@ -329,7 +353,7 @@ def table(manifest: dict[str, Any]) -> str:
     if "coverage" in models:
         lines.append(f"Of the held-out models' measurements, {models['coverage']:.1%} lie inside their 90% intervals.")
     for what, regret in (
-        ("torch's GEMMs, held-out shapes", manifest.get("choice_regret")),
+        ("torch's GEMMs, held-out shapes, each kernel told alone", manifest.get("choice_regret")),
         ("torch's GEMMs, held-out models", models.get("gemm_choice")),
         ("all libraries', held-out models", models.get("gemm_choice_all_libraries")),
     ):
@@ -350,8 +374,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, help="folder for the trees (default: data/<hardware>/models); with --timings, the calibration folder"
     )
+    parser.add_argument("--pairs", action="store_true", help="what pairs of kernels differ by alone, the kernels as they are")
     options = parser.parse_args(arguments)
+    if options.pairs and (options.timings or options.hardware_spec or options.start or options.out):
+        parser.error("--pairs is of a shipped fit as it is; leave --timings, --hardware-spec, --start and --out away")
     try:
+        if options.pairs:
+            print(table(fit_pairs(options.hardware)))
+            return 0
         print(table(fit(options.hardware, options.out, options.timings, options.hardware_spec, options.start)))
     except ValueError as error:
         print(error, file=sys.stderr)

@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
-from perfmodel.calls import Columns, Sizes, columns_of, kernels_of, places_of
+from perfmodel.calls import Columns, Sizes, columns_of, kernels_of, of_calls, places_of
 from perfmodel.choice import Choice
 from perfmodel.compiled import worth_compiling
 from perfmodel.hardware import HardwareSpec
 from perfmodel.kernels import KERNELS
 from perfmodel.network import Network, single_threaded
+from perfmodel.pairs import Agreement, Asked, Pair, factors, pair_file, pairs_in
 from perfmodel.prediction import Seen, at_edge, baseline_us, bounds_of, gap_octaves, no_less, wider
 from perfmodel.trees import Trees
 
@@ -93,6 +94,15 @@ def _choice(saved: _Stamp) -> Choice:
         raise ValueError(f"{saved.path} is missing or truncated; copy the folder again") from error
 
 
+@lru_cache(maxsize=32)
+def _pair_trees(saved: _Stamp) -> Trees:
+    """What a pair's file holds; models that are opened again share it."""
+    try:
+        return Trees(saved.path.read_bytes())
+    except (EOFError, OSError, zlib.error, ValueError) as error:
+        raise ValueError(f"{saved.path} is missing or truncated; copy the folder again") from error
+
+
 @dataclass(frozen=True)
 class PerfModel:
     """Predicts kernel times on one GPU.
@@ -151,9 +161,23 @@ class PerfModel:
         """The kernel's shortest call among those that were fitted, in microseconds; 0 of a model that does not say."""
         return float(self.manifest["kernels"][kernel].get("least_us", 0.0))
 
-    def _times(self, kernel: str, sizes: Sizes) -> Array:
-        """Times of calls of one kernel and both ends of their intervals, (calls, 3)."""
-        entry, seen = self.manifest["kernels"][kernel], self.seen(kernel, sizes)
+    @cached_property
+    def agreement(self) -> Agreement:
+        """Pairs of kernels whose ratio was learned by itself, none of a model that knows of none."""
+        kernels, pairs = self.manifest["kernels"], pairs_in(self.manifest)
+        return Agreement.of({name: float(kernels[name]["held_out"]["mape"]) for pair in pairs for name in pair}, pairs)
+
+    def pair_trees(self, pair: Pair) -> Trees:
+        """Trees of a pair's ratio.
+
+        Raises:
+            ValueError: their file is missing or damaged.
+        """
+        return _pair_trees(_Stamp.of(self.folder / pair_file(pair)))
+
+    def _times(self, kernel: str, sizes: Sizes, seen: Seen) -> Array:
+        """Times of calls of one kernel and both ends of their intervals, (calls, 3), by what its trees see of them."""
+        entry = self.manifest["kernels"][kernel]
         ratio = seen.smooth + self.learned(kernel)[1].predict(seen.matrix).astype(np.float64)
         learned = baseline_us(kernel, *sizes, self.hardware, self.planned(kernel)) * np.exp(ratio)
         time = no_less(learned, kernel, sizes, self.hardware, self.least_us(kernel))
@@ -189,6 +213,25 @@ class PerfModel:
             ValueError: an unknown kernel, one without measurements on this GPU, a size that is no whole number from 1 on, or a
                 shape that the kernel cannot run.
         """
+        return self._predicted(frame, together=False)
+
+    @overload
+    def predict_together(self, frame: pd.DataFrame) -> pd.DataFrame: ...
+
+    @overload
+    def predict_together(self, frame: Columns) -> Mapping[str, Array]: ...
+
+    def predict_together(self, frame: pd.DataFrame | Columns) -> pd.DataFrame | Mapping[str, Array]:
+        """As `predict`, for choosing between the kernels that are asked of one call (m, n, k, groups).
+
+        What two of them differ by is known better than either, since they are off together (`perfmodel.pairs`). So a time
+        hangs, by a percent or so, on which other kernels are asked of the same call, and on nothing else; the ends of its
+        interval move with it.
+        """
+        return self._predicted(frame, together=True)
+
+    def _predicted(self, frame: pd.DataFrame | Columns, together: bool) -> pd.DataFrame | Mapping[str, Array]:
+        """`predict`, or `predict_together`."""
         kernels = kernels_of(frame)
         m, n, k, groups = columns_of(frame)
         for name, size in zip(("m", "n", "k", "groups"), (m, n, k, groups), strict=True):
@@ -199,31 +242,57 @@ class PerfModel:
                     f"{name} = {size[wrong][0]:g} is no size; m, n, k and groups must be at least 1, and whole numbers"
                 )
         result, parts = np.empty((len(kernels), 3)), []
+        paired = self.agreement.kernels if together else ()
         for name, rows in places_of(kernels).items():
             self._refuse(name, (m[rows], n[rows], k[rows], groups[rows]))
             parts += [(name, rows[start : start + _ROWS_AT_ONCE]) for start in range(0, len(rows), _ROWS_AT_ONCE)]
 
-        def fill(part: tuple[str, npt.NDArray[np.intp]]) -> None:
+        def fill(part: tuple[str, npt.NDArray[np.intp]]) -> Seen | None:
             name, rows = part
-            result[rows] = self._times(name, (m[rows], n[rows], k[rows], groups[rows]))
+            sizes = of_calls((m, n, k, groups), rows)
+            seen = self.seen(name, sizes)
+            result[rows] = self._times(name, sizes, seen)
+            return seen if name in paired else None
 
         # Each kernel's files are read once before two threads may ask for them.
         names = dict.fromkeys(name for name, _ in parts)
         if len(kernels) < _MANY_ROWS:
             if len(unread := [name for name in names if name not in self._loaded]) >= THREADS:
                 # Reading is most of what few rows take. They themselves are too little work to be shared.
+                pairs = [pair for pair in self.agreement.pairs if set(pair) <= set(names)] if together else []
                 with ThreadPoolExecutor(THREADS) as pool:
-                    list(pool.map(self.learned, unread))
-            for part in parts:
-                fill(part)
+                    for read in (pool.map(self.learned, unread), pool.map(self.pair_trees, pairs)):
+                        list(read)
+            self._agree(zip(parts, map(fill, parts), strict=True), (m, n, k, groups), result, map)
         else:
             # A part alone is too small to have the loop compiled; once it is there, parts use it.
             worth_compiling(len(kernels))
             with single_threaded(), ThreadPoolExecutor(THREADS) as pool:
-                for found in (pool.map(self.learned, names), pool.map(self.choice, names), pool.map(fill, parts)):
+                for found in (pool.map(self.learned, names), pool.map(self.choice, names)):
                     list(found)
+                self._agree(zip(parts, pool.map(fill, parts), strict=True), (m, n, k, groups), result, pool.map)
         columns = dict(zip(("time_us", "low_us", "high_us"), result.T, strict=True))
         return columns if isinstance(frame, Mapping) else self._answer(frame, columns)
+
+    def _agree(
+        self,
+        parts: Iterable[tuple[tuple[str, npt.NDArray[np.intp]], Seen | None]],
+        sizes: Sizes,
+        result: Array,
+        each: Callable[..., Iterable[Any]],
+    ) -> None:
+        """Move times and ends of intervals, (rows, 3), as pairs of kernels ask, of which the parts have what was seen."""
+        found: dict[str, list[tuple[npt.NDArray[np.intp], Seen]]] = {}
+        for (name, rows), seen in parts:
+            if seen is not None:
+                found.setdefault(name, []).append((rows, seen))
+        if len(found) > 1:
+            asked = {name: Asked.of(mine) for name, mine in found.items()}
+            result *= factors(self, asked, sizes, result[:, 0], each)[:, None]
+            for name, mine in asked.items():
+                own = of_calls(sizes, mine.rows)
+                result[mine.rows, 0] = no_less(result[mine.rows, 0], name, own, self.hardware, self.least_us(name))
+                result[mine.rows, 1] = no_less(result[mine.rows, 1], name, own, self.hardware, 0.0)
 
     def _answer(self, frame: pd.DataFrame, columns: Mapping[str, Array]) -> pd.DataFrame:
         """What `predict` answers to `frame`: these columns, and how many of its calls are extrapolated."""

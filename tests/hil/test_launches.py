@@ -7,7 +7,7 @@ import pytest
 
 from hil import launches
 from hil.kernels.base import Shape
-from hil.shapes import large_shapes
+from hil.shapes import large_shapes, tower_shapes
 
 
 def profile(*calls: list[float]) -> list[tuple[float, float, str]]:
@@ -68,6 +68,14 @@ def test_the_largest_are_those_that_a_kernel_takes():
     shapes = launches.drawn(200, 5, which="large")
     assert shapes == large_shapes(200, 5) and max(s.k for s in shapes) > 2**21
     assert set(launches.drawn(200, 5, ("torch/bf16_batched",), which="large")) == {s for s in shapes if s.groups > 1} != set()
+
+
+def test_few_are_products_in_few_groups():
+    shapes = launches.drawn(200, 5, ("torch/bf16_batched",), which="few")
+    assert shapes == tower_shapes(200, 5) and all(1 < s.groups <= 512 for s in shapes)
+    assert any(s.n % 8 or s.k % 8 for s in shapes)
+    fp8 = launches.drawn(2000, 5, ("torch/fp8_grouped_rowwise_fast",), which="few")
+    assert fp8 and all(s.n % 16 == s.k % 16 == 0 for s in fp8)
 
 
 def test_saved_rows_and_their_origin(tmp_path):

@@ -43,6 +43,9 @@ class MadeUpTimes:
         us = np.array([self.time(row.kernel, row.m, row.n, row.k, row.groups) for row in rows.itertuples()])
         return pandas.DataFrame({"time_us": us, "low_us": us * (1 - self.interval), "high_us": us * (1 + self.interval)})
 
+    def predict_together(self, rows: Any) -> pandas.DataFrame:
+        return self.predict(rows)
+
     def time(self, kernel: str, m: int, n: int, k: int, groups: int = 1) -> float:
         if "quantize" in kernel or "transpose" in kernel or "ward" in kernel:
             return 2.0 + 3 * m * k / (self.bandwidth * 1e6)
