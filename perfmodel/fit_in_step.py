@@ -40,7 +40,7 @@ from perfmodel.in_step import (
     lies_by,
     weights,
 )
-from perfmodel.kernels import KERNELS
+from perfmodel.kernels import KERNELS, library_of
 
 Array = npt.NDArray[np.float64]
 
@@ -62,9 +62,20 @@ def alone_us(table: pd.DataFrame, hardware: str = "h200") -> Array:
     result = np.empty(len(table))
     products = (table["kind"] == "gemm").to_numpy()
     rows = table[products][["kernel", "m", "n", "k", "groups"]].astype({name: int for name in ("m", "n", "k", "groups")})
-    result[products] = load_kernels(hardware).predict(rows)["time_us"].to_numpy()
+    result[products] = _products_us(rows, hardware)
     result[~products] = _fused_us(table[~products], hardware)
     return result
+
+
+def _products_us(rows: pd.DataFrame, hardware: str) -> Array:
+    """Times of products as a decision among torch's GEMMs has them: all that can run a shape are asked of it together."""
+    model = load_kernels(hardware)
+    shapes, asked = rows.drop(columns="kernel").drop_duplicates(), [rows]
+    for name in filter(lambda name: library_of(name) == "torch", model.agreement.kernels):
+        spec = KERNELS[name]
+        runs = (shapes["groups"] == 1) & (shapes["n"] % spec.multiple_n == 0) & (shapes["k"] % spec.multiple_k == 0)
+        asked.append(shapes[runs].assign(kernel=name))
+    return model.predict_together(pd.concat(asked, ignore_index=True))["time_us"].to_numpy()[: len(rows)]
 
 
 def _fused_us(table: pd.DataFrame, hardware: str) -> Array:
