@@ -80,7 +80,7 @@ class Learned(NamedTuple):
     least_us: float = 0.0
 
 
-def _xgboost() -> Any:
+def xgboost_package() -> Any:
     """The package, with threads that sleep while they wait: on a busy machine spinning ones take ten times as long."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import xgboost
@@ -90,7 +90,7 @@ def _xgboost() -> Any:
 
 def read_trees(stored: bytes) -> Any:
     """Trees as a models folder has them, to be grown further."""
-    trees = _xgboost().Booster()
+    trees = xgboost_package().Booster()
     trees.load_model(bytearray(stored))
     return trees
 
@@ -107,7 +107,7 @@ def _data(
     sizes = columns_of(rows)
     seen = Seen.of(kernel, sizes, hardware, choice, net)
     target = np.log(time_us / baseline_us(kernel, *sizes, hardware)) - seen.smooth
-    return _xgboost().DMatrix(seen.matrix, target, weight=weight, feature_names=seen.names)
+    return xgboost_package().DMatrix(seen.matrix, target, weight=weight, feature_names=seen.names)
 
 
 def _weight(rows: pd.DataFrame) -> Array | None:
@@ -175,7 +175,7 @@ def _jumps(kernel: str, launches: pd.DataFrame, hardware: HardwareSpec, choice: 
     """Trees on top of the network, of launches without their drift."""
     parameters, rounds = (FIRST_PARAMETERS, FIRST_ROUNDS) if choice is None else (TOLD_PARAMETERS, TOLD_ROUNDS)
     data = _data(kernel, launches, launches["time_us"].to_numpy(dtype=float), hardware, choice, net)
-    return Learned(net, _xgboost().train(parameters, data, rounds), choice)
+    return Learned(net, xgboost_package().train(parameters, data, rounds), choice)
 
 
 def learn_more(
@@ -194,7 +194,7 @@ def learn_more(
     data = _data(kernel, launches, launches["time_us"].to_numpy(dtype=float), hardware, start.choice, start.network)
     if early is not None:
         data.set_label(data.get_label() + start.booster.predict(data) - early.booster.predict(data))
-    return start._replace(booster=_xgboost().train(FIRST_PARAMETERS, data, MORE_ROUNDS, xgb_model=start.booster))
+    return start._replace(booster=xgboost_package().train(FIRST_PARAMETERS, data, MORE_ROUNDS, xgb_model=start.booster))
 
 
 def train(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Learned | None = None) -> Learned:
@@ -211,7 +211,7 @@ def train(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Learne
     alone, on_top = (PARAMETERS, NEXT_PARAMETERS) if gemm else (MEMORY_PARAMETERS, NEXT_MEMORY_PARAMETERS)
     parameters = alone if first is None else on_top
     data = _data(kernel, rows, rows["p50_us"].to_numpy(dtype=float), hardware, choice, net, _weight(rows))
-    trees = _xgboost().train(parameters, data, ROUNDS if first is None else NEXT_ROUNDS, xgb_model=start)
+    trees = xgboost_package().train(parameters, data, ROUNDS if first is None else NEXT_ROUNDS, xgb_model=start)
     shortest = float(rows["p50_us"].min())
     return Learned(net, trees, choice, min(shortest, least or shortest))
 

@@ -74,10 +74,12 @@ def learn_pair(
         pair: The kernels.
         start: Trees of another GPU's launches, to go on from; None to begin anew.
     """
-    xgboost = learn._xgboost()
+    xgboost = learn.xgboost_package()
     if len(launched):
         matrix, target = _data(model, pair, launched)
-        parameters, rounds = (learn.FIRST_PARAMETERS, learn.MORE_ROUNDS) if start else (learn.TOLD_PARAMETERS, learn.TOLD_ROUNDS)
+        parameters, rounds = (
+            (learn.FIRST_PARAMETERS, learn.MORE_ROUNDS) if start is not None else (learn.TOLD_PARAMETERS, learn.TOLD_ROUNDS)
+        )
         start = xgboost.train({**parameters, "base_score": 0.0}, xgboost.DMatrix(matrix, target), rounds, xgb_model=start)
     matrix, target = _data(model, pair, careful)
     fold = folds_of(careful)

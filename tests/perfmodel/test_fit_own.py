@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 import perfmodel
-from perfmodel import fit
+from perfmodel import fit, learn_pairs
 from perfmodel.calls import columns_of
 
 
@@ -60,6 +60,24 @@ def test_own_sweep_becomes_a_calibration(sweep, fitted):
         line.endswith(f"{whole['geomean']:7.2%}")
         and f"{entries['torch/fp8_tensorwise_fast']['held_out']['coverage']:.0%}" in line
     )
+
+
+def test_what_two_kernels_differ_by_comes_with_the_fit_where_enough_was_timed(sweep, fitted, tmp_path, monkeypatch):
+    assert "pairs" not in perfmodel.load("mine", calibration=fitted).manifest
+    monkeypatch.setattr(learn_pairs, "LEAST_BOTH", 60)
+    arguments = ["--timings", str(sweep[0]), "--hardware-spec", str(sweep[0] / "mine.json"), "--out", str(tmp_path)]
+    assert fit.main(arguments) == 0
+    model = perfmodel.load("mine", calibration=tmp_path)
+    ((of, beside, off),) = model.manifest["pairs"]
+    assert (of, beside) == ("torch/bf16", "torch/fp8_tensorwise_fast") and 0.01 < off < 0.5
+    rows = sweep[1][sweep[1]["kernel"].isin([of, beside])].drop_duplicates(["kernel", *fit.SHAPE])
+    pd.testing.assert_frame_equal(model.predict(rows), perfmodel.load("mine", calibration=fitted).predict(rows))
+    rows = rows.assign(time_us=model.predict_together(rows)["time_us"])
+    assert (rows["time_us"] != model.predict(rows)["time_us"]).mean() > 0.5
+    # It saw these: their ratios, without launches by both kernels' rooflines, are told.
+    each = (rows[rows["kernel"] == name].set_index(fit.SHAPE)[["p50_us", "time_us"]] for name in (of, beside))
+    ratio = np.log(next(each) / next(each)).dropna()
+    assert len(ratio) > 60 and (ratio["time_us"] - ratio["p50_us"]).abs().mean() < 0.02
 
 
 def test_a_fit_that_is_interrupted_leaves_what_was_there(sweep, tmp_path, monkeypatch):
