@@ -58,8 +58,11 @@ from hil.shapes import (
 from hil.timing import POOL_ELEMENTS, BufferPool
 from perfmodel.gemm_plan import STEP, parts_of, plan_of
 from perfmodel.kernels import KERNELS
+from perfmodel.measured import launch_files
 
 LAUNCHES = 3
+# Rows from which on a file is full and the next one begins: what is there already is not written again with every run.
+MOST_ROWS = 4_000_000
 TORCH = tuple(
     name for name, spec in KERNELS.items() if name.startswith("torch/") and "gemm" in spec.kind and "grouped" not in name
 )
@@ -235,7 +238,12 @@ def measured(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = Parser(prog="python -m hil.launches", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of launches.parquet, extended if it is there")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="folder of launches.parquet, extended if it is there (from 4 million rows on launches2.parquet)",
+    )
     parser.add_argument("--count", type=int, default=60000, help="shapes to draw (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=9001)
     draws = parser.add_mutually_exclusive_group()
@@ -284,8 +292,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # That a profiler's second cycle would forget its first: it has one.
     warnings.filterwarnings("ignore", message=".*Profiler clears events")
     began, shape = time.time(), ["m", "n", "k", "groups"]
-    path, sidecar, careful = (options.out / name for name in ("launches.parquet", "launches.json", "gemm.parquet"))
-    known = {tuple(row) for old in (path, careful) if old.is_file() for row in pd.read_parquet(old)[shape].to_numpy()}
+    careful = options.out / "gemm.parquet"
+    before = [*launch_files(options.out), *([careful] if careful.is_file() else [])]
+    known = {tuple(row) for old in before for row in pd.read_parquet(old, columns=shape).to_numpy()}
     shapes = [s for s in drawn(options.count, options.seed, names, which=options.which) if (s.m, s.n, s.k, s.groups) not in known]
     compile_ahead(shapes[:_COMPILED_FOR], names, options.workers)
     chunk = _LARGE_CHUNK if options.which == "large" else _CHUNK
@@ -293,23 +302,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not len(fresh):
         print("nothing new was measured", file=sys.stderr)
         return 1
-    runs = json.loads(sidecar.read_text())["runs"] if sidecar.is_file() else []
     command = f"python -m hil.launches {shlex.join(arguments if arguments is not None else sys.argv[1:])}"
-    runs.append({"command": command, **fingerprint(), "rows": len(fresh)})
-    save(pd.concat([pd.read_parquet(path), fresh]) if path.is_file() else fresh, runs, options.out)
+    add(fresh, {"command": command, **fingerprint(), "rows": len(fresh)}, options.out)
     print(f"{len(fresh)} rows, {time.time() - began:.0f} s", file=sys.stderr)
     return 0
 
 
-def save(rows: pd.DataFrame, runs: list[dict[str, Any]], folder: Path) -> None:
-    """Write `launches.parquet` and its sidecar, each whole or not at all."""
+def add(rows: pd.DataFrame, run: dict[str, Any], folder: Path) -> None:
+    """Add a run's rows to the last file of launches, or begin the next where that is full, and the run to their sidecar.
+
+    Each file is written whole or not at all.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    sidecar, files = folder / "launches.json", launch_files(folder)
+    runs = json.loads(sidecar.read_text())["runs"] if sidecar.is_file() else []
+    path = files[-1] if files else folder / "launches.parquet"
+    if files and len(old := pd.read_parquet(path)) < MOST_ROWS:
+        rows = pd.concat([old, rows], ignore_index=True)
+    elif files:
+        path = folder / f"launches{len(files) + 1}.parquet"
     method = "median of three single launches' kernel durations under torch's profiler; see hil/launches.py"
     small = {"kernel": "category", **dict.fromkeys(("m", "n", "k", "groups"), "int32"), "time_us": "float32"}
-    sidecar, table = json.dumps({"schema_version": 1, "method": method, "runs": runs}, indent=1) + "\n", rows.astype(small)
+    document = json.dumps({"schema_version": 1, "method": method, "runs": [*runs, run]}, indent=1) + "\n"
+    table = rows.assign(kernel=rows["kernel"].astype(str)).astype(small)
     # The sidecar first: a row without its run would be worse than a run without rows.
-    write_atomic(folder / "launches.json", lambda beside: beside.write_text(sidecar))
-    write_atomic(folder / "launches.parquet", lambda beside: table.to_parquet(beside, index=False, compression="zstd"))
+    write_atomic(sidecar, lambda beside: beside.write_text(document))
+    write_atomic(path, lambda beside: table.to_parquet(beside, index=False, compression="zstd", compression_level=15))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from perfmodel.model import PerfModel
     from perfmodel.refinement import Refinement
 
-HARDWARE, FIT, LAUNCHES = "hardware.json", "fit", "launches.parquet"
+HARDWARE, FIT = "hardware.json", "fit"
 OWN, FROM = "fitted to this GPU alone", "fitted to this GPU, from where the {}'s ends"
 # From so many minutes on a fit of its own is meant: on an H200 beside 16 cores, each of torch's kernels then has the rows for it.
 LEAST_MINUTES_FIT = 15.0
@@ -206,8 +206,9 @@ def _launch(timings: Path, kernels: Sequence[str], seconds: float, seed: int, be
     """Launch GEMMs quickly for so many seconds, where none of them was before."""
     import pandas
 
-    path = timings / LAUNCHES
-    known = pandas.read_parquet(path, columns=["kernel"])["kernel"].unique() if path.is_file() else ()
+    from perfmodel.measured import launch_files
+
+    known = {name for path in launch_files(timings) for name in pandas.read_parquet(path, columns=["kernel"])["kernel"].unique()}
     seconds = min(seconds, 60 * MOST_MINUTES_LAUNCHING)
     if not kernels or not set(kernels).isdisjoint(known) or seconds <= 0:
         return

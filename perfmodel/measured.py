@@ -40,6 +40,7 @@ SHARED_GROUPED_US = 0.7
 # torch.compile makes, timed by 15 workers, and then by one process, the same binaries: 0.33 to 0.36 us a launch in every class
 # from 1 to 100 us. Of our own and FBGEMM's, timed on two machines, 0.31 to 0.35.
 SHARED_LAUNCH_US = 0.345
+_LAUNCHES = re.compile(r"launches(\d*)\.parquet")
 # Beside the timings of memory-bound kernels: which of those that several workers took are as long all the same as one process
 # reads them (`perfmodel.fit_alone`).
 ALONE_FILE = "memory_alone.json"
@@ -183,20 +184,29 @@ def checksum(frame: pd.DataFrame) -> int:
     return zlib.crc32(frame["p50_us"].to_numpy(dtype="<f8").tobytes())
 
 
+def launch_files(folder: Path) -> list[Path]:
+    """Files of quick launches in a folder, in the order of their measurement: `launches.parquet`, `launches2.parquet` and on."""
+    found = {int(part[1] or 1): path for path in folder.glob("launches*.parquet") if (part := _LAUNCHES.fullmatch(path.name))}
+    return [found[number] for number in sorted(found)]
+
+
 def read_launches(timings: pd.DataFrame, folder: Path) -> pd.DataFrame | None:
-    """Quick launches of shapes that no careful timing has, from `launches.parquet` in `folder`; None where there is none.
+    """Quick launches of shapes that no careful timing has, from `launch_files` of `folder`; None where there are none.
 
     Trees that learn from them stay ignorant of every shape that fits or judges what comes on top.
 
     Raises:
-        FileNotFoundError: their sidecar is there without them, as in an installed package.
+        FileNotFoundError: their sidecar is there without them, as in an installed package, or a file among them is missing.
     """
-    path = folder / "launches.parquet"
-    if not path.is_file():
-        if path.with_suffix(".json").is_file():
-            raise FileNotFoundError(f"{path} is missing, as in every installed package; fit in a checkout of loka-sim")
+    files, first = launch_files(folder), folder / "launches.parquet"
+    if not files and not first.with_suffix(".json").is_file():
         return None
-    launches = pd.read_parquet(path).assign(kernel=lambda frame: frame["kernel"].astype(str))
+    expected = [folder / f"launches{number if number > 1 else ''}.parquet" for number in range(1, max(len(files), 1) + 1)]
+    if missing := [path for path in expected if path not in files]:
+        raise FileNotFoundError(f"{missing[0]} is missing, as in every installed package; fit in a checkout of loka-sim")
+    launches = pd.concat(
+        [pd.read_parquet(path).assign(kernel=lambda frame: frame["kernel"].astype(str)) for path in files], ignore_index=True
+    )
     known = pd.MultiIndex.from_frame(timings[SHAPE].drop_duplicates())
     return launches[~pd.MultiIndex.from_frame(launches[SHAPE]).isin(known)].reset_index(drop=True)
 

@@ -8,6 +8,7 @@ import pytest
 from hil import launches
 from hil.kernels.base import Shape
 from hil.shapes import large_shapes, tower_shapes
+from perfmodel.measured import launch_files, read_launches
 
 
 def profile(*calls: list[float]) -> list[tuple[float, float, str]]:
@@ -78,12 +79,31 @@ def test_few_are_products_in_few_groups():
     assert fp8 and all(s.n % 16 == s.k % 16 == 0 for s in fp8)
 
 
-def test_saved_rows_and_their_origin(tmp_path):
-    row = {"kernel": "torch/bf16", "m": 64, "n": 32, "k": 16, "groups": 1, "time_us": 2.5}
-    launches.save(pd.DataFrame([row]), [{"command": "made up", "rows": 1}], tmp_path)
+def test_saved_rows_and_their_origin(tmp_path, monkeypatch):
+    """A run goes on in the last file, or in the next where that is full; readers have them in the order of measurement."""
+    rows = [
+        {"kernel": name, "m": 64, "n": 32, "k": 16, "groups": 1, "time_us": us} for name, us in (("torch/bf16", 2.5), ("a", 3.5))
+    ]
+    launches.add(pd.DataFrame(rows[:1]), {"command": "made up", "rows": 1}, tmp_path)
     read = pd.read_parquet(tmp_path / "launches.parquet")
-    assert read.iloc[0].to_dict() == row and Shape(*read[["m", "n", "k", "groups"]].iloc[0]) == Shape(64, 32, 16)
-    assert json.loads((tmp_path / "launches.json").read_text())["runs"] == [{"command": "made up", "rows": 1}]
+    assert read.iloc[0].to_dict() == rows[0] and Shape(*read[["m", "n", "k", "groups"]].iloc[0]) == Shape(64, 32, 16)
+    launches.add(pd.DataFrame(rows[1:]), {"command": "again", "rows": 1}, tmp_path)
+    assert pd.read_parquet(tmp_path / "launches.parquet").to_dict("records") == rows
+    monkeypatch.setattr(launches, "MOST_ROWS", 2)
+    before = (tmp_path / "launches.parquet").read_bytes()
+    for number in range(2, 13):
+        launches.add(pd.DataFrame(2 * rows[:1]).assign(time_us=float(number)), {"command": str(number), "rows": 2}, tmp_path)
+    assert (tmp_path / "launches.parquet").read_bytes() == before
+    names = ["launches.parquet", *(f"launches{number}.parquet" for number in range(2, 13))]
+    assert [path.name for path in launch_files(tmp_path)] == names
+    runs = json.loads((tmp_path / "launches.json").read_text())["runs"]
+    assert [run["command"] for run in runs] == ["made up", "again", *map(str, range(2, 13))]
+    found = read_launches(pd.DataFrame({name: [1] for name in ("m", "n", "k", "groups")}), tmp_path)
+    assert found["time_us"].tolist() == [2.5, 3.5, *(float(number) for number in range(2, 13) for _ in range(2))]
+    assert sum(run["rows"] for run in runs) == len(found)
+    (tmp_path / "launches3.parquet").unlink()
+    with pytest.raises(FileNotFoundError, match="launches3.parquet is missing"):
+        read_launches(found, tmp_path)
 
 
 def test_a_kernel_that_waits_for_the_one_before_it_counts_once():
