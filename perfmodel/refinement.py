@@ -302,15 +302,23 @@ class RefinedModel(PerfModel):
 
     def predict(self, frame: Any) -> Any:
         """Times of kernel calls, as `PerfModel.predict`; a measured shape has its measured time."""
+        return self._refined(frame, together=False)
+
+    def predict_together(self, frame: Any) -> Any:
+        """Likewise, as `PerfModel.predict_together`: calls that were not measured here move as the base's do."""
+        return self._refined(frame, together=True)
+
+    def _refined(self, frame: Any, together: bool) -> Any:
         if isinstance(frame, Mapping):
-            return {str(name): column.to_numpy() for name, column in self.predict(pd.DataFrame(dict(frame))).items()}
+            columns = self._refined(pd.DataFrame(dict(frame)), together)
+            return {str(name): column.to_numpy() for name, column in columns.items()}
         refinement = self.refinement
         assert refinement is not None
         new = set(self.manifest["kernels"]) - set(refinement.base.manifest["kernels"])
         if not len(frame) or not {"kernel", "m", "n", "k"} <= set(frame.columns):
             return super().predict(frame)
-        old = frame[~frame["kernel"].isin(new)] if new else frame
-        unknown = [name for name in old["kernel"].unique() if name not in self.manifest["kernels"]]
+        known = ~frame["kernel"].isin(new).to_numpy(dtype=bool)
+        unknown = [name for name in frame["kernel"][known].unique() if name not in self.manifest["kernels"]]
         if unknown or min(sizes.min() for sizes in columns_of(frame)) < 1:
             return super().predict(frame)  # which names what is wrong
         rows = with_base(refinement.base, frame.reset_index(drop=True).assign(kernel=lambda f: f["kernel"].astype(str)))
@@ -318,21 +326,20 @@ class RefinedModel(PerfModel):
         time, skew = rows["base_us"].to_numpy() * np.exp(value), rows["skew"].to_numpy()
         result = np.empty((len(rows), 3))
         result[:] = rows[["base_us", "low_us", "high_us"]].to_numpy()
-        for kernel, index in rows.groupby("kernel").indices.items():
+        indices = {str(kernel): index for kernel, index in rows.groupby("kernel").indices.items()}
+        for kernel, index in indices.items():
             group = str(rows["group"].iloc[index[0]])
-            if str(kernel) not in refinement.bounds and group not in refinement.bounds:
-                continue  # nothing of its kind was measured: the base's word stands
-            bounds = refinement.bounds.get(str(kernel)) or refinement.bounds[group]
-            result[index] = np.stack([time[index], *interval(time[index], scale[index], skew[index], bounds)], axis=1)
-            if str(kernel) in self._measured:
-                shapes, values = self._measured[str(kernel)]
-                found = shapes.get_indexer(pd.MultiIndex.from_arrays(columns_of(rows.iloc[index])))
-                result[index[found >= 0]] = values[found[found >= 0]]
+            # Where nothing of its kind was measured the base's word stands.
+            if bounds := refinement.bounds.get(kernel) or refinement.bounds.get(group):
+                result[index] = np.stack([time[index], *interval(time[index], scale[index], skew[index], bounds)], axis=1)
+        if together and known.any():
+            told = refinement.base.predict_together(rows[known])["time_us"].to_numpy()
+            result[known] *= (told / rows["base_us"].to_numpy()[known])[:, None]
+        for kernel in indices.keys() & self._measured.keys():
+            index, (shapes, values) = indices[kernel], self._measured[kernel]
+            found = shapes.get_indexer(pd.MultiIndex.from_arrays(columns_of(rows.iloc[index])))
+            result[index[found >= 0]] = values[found[found >= 0]]
         return self._answer(frame, dict(zip(("time_us", "low_us", "high_us"), result.T, strict=True)))
-
-    def predict_together(self, frame: Any) -> Any:
-        """As `predict`: what a machine's measurements ask for, they ask of each kernel by itself."""
-        return self.predict(frame)
 
     def in_range(self, frame: Any) -> Any:
         """Whether each call lies inside the sizes that the base was fitted to, or was measured here."""

@@ -183,6 +183,22 @@ def test_far_from_measured_shapes_the_machine_part_remains(refinement):
     assert scale.min() >= np.hypot(local.local.amplitude, local.local.noise) * 0.999
 
 
+def test_kernels_told_together_move_as_the_bases_but_where_measured(base, halves, refinement):
+    measured, others = halves
+    for model, rows in ((refinement.model, others), (refinement.model, measured)):
+        moved = (model.predict_together(rows)["time_us"] / model.predict(rows)["time_us"]).to_numpy()
+        wanted = (base.predict_together(rows)["time_us"] / base.predict(rows)["time_us"]).to_numpy()
+        seen = rows.merge(measured[["kernel", *SHAPE]].drop_duplicates(), on=["kernel", *SHAPE], how="left", indicator=True)
+        known = (seen["_merge"] == "both").to_numpy()
+        assert (moved[known] == 1).all()
+        np.testing.assert_allclose(moved[~known], wanted[~known], rtol=1e-12)
+    assert known.all() and (wanted != 1).mean() > 0.5
+    columns = {name: others[name].to_numpy() for name in ("kernel", *SHAPE)}
+    told = refinement.model.predict_together(columns)
+    assert isinstance(told["low_us"], np.ndarray)
+    np.testing.assert_array_equal(told["low_us"], refinement.model.predict_together(others)["low_us"])
+
+
 def test_unmeasured_kinds_keep_the_bases_word(base, refinement):
     rows = pd.DataFrame({"kernel": ["torch/quantize_rowwise", "torch/silu_forward"], "m": 4096, "n": 1, "k": 1024})
     pd.testing.assert_frame_equal(refinement.model.predict(rows), base.predict(rows))
