@@ -58,7 +58,7 @@ from hil.shapes import (
 from hil.timing import POOL_ELEMENTS, BufferPool
 from perfmodel.gemm_plan import STEP, parts_of, plan_of
 from perfmodel.kernels import KERNELS
-from perfmodel.measured import launch_files
+from perfmodel.measured import launch_file, launch_files
 
 LAUNCHES = 3
 # Rows from which on a file is full and the next one begins: what is there already is not written again with every run.
@@ -316,11 +316,9 @@ def add(rows: pd.DataFrame, run: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     sidecar, files = folder / "launches.json", launch_files(folder)
     runs = json.loads(sidecar.read_text())["runs"] if sidecar.is_file() else []
-    path = files[-1] if files else folder / "launches.parquet"
-    if files and len(old := pd.read_parquet(path)) < MOST_ROWS:
-        rows = pd.concat([old, rows], ignore_index=True)
-    elif files:
-        path = folder / f"launches{len(files) + 1}.parquet"
+    path = launch_file(folder, len(files) + 1)
+    if files and len(last := pd.read_parquet(files[-1])) < MOST_ROWS:
+        path, rows = files[-1], pd.concat([last, rows], ignore_index=True)
     method = "median of three single launches' kernel durations under torch's profiler; see hil/launches.py"
     small = {"kernel": "category", **dict.fromkeys(("m", "n", "k", "groups"), "int32"), "time_us": "float32"}
     document = json.dumps({"schema_version": 1, "method": method, "runs": [*runs, run]}, indent=1) + "\n"

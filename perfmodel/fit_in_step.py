@@ -70,10 +70,11 @@ def alone_us(table: pd.DataFrame, hardware: str = "h200") -> Array:
 def _products_us(rows: pd.DataFrame, hardware: str) -> Array:
     """Times of products as a decision among torch's GEMMs has them: all that can run a shape are asked of it together."""
     model = load_kernels(hardware)
-    shapes, asked = rows.drop(columns="kernel").drop_duplicates(), [rows]
+    shapes, asked = rows[["m", "n", "k", "groups"]].drop_duplicates(), [rows]
+    sizes = shapes.to_numpy().tolist()
     for name in filter(lambda name: library_of(name) == "torch", model.agreement.kernels):
         spec = KERNELS[name]
-        runs = (shapes["groups"] == 1) & (shapes["n"] % spec.multiple_n == 0) & (shapes["k"] % spec.multiple_k == 0)
+        runs = [groups == 1 and spec.illegal(m, n, k) is None for m, n, k, groups in sizes]
         asked.append(shapes[runs].assign(kernel=name))
     return model.predict_together(pd.concat(asked, ignore_index=True))["time_us"].to_numpy()[: len(rows)]
 

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +29,7 @@ from perfmodel.model import PerfModel
 from perfmodel.pairs import PAIRS, Array, Pair, both_seen, pair_file, smooth_ratio
 from perfmodel.parallel import each
 from perfmodel.prediction import Seen
-from perfmodel.saved import load
+from perfmodel.saved import load, write_whole
 from perfmodel.slim import slim
 
 # Careful timings of both kernels on one shape, and launches, of which fewer teach no ratio.
@@ -129,7 +127,7 @@ def add_pairs(
         jobs.append((bare, careful, quick, pair, launches_of(other, pair) if other else None))
     known: dict[Pair, float] = {}
     for (_, careful, quick, pair, _), (trees, off, smooth) in zip(jobs, each(learn_pair, jobs), strict=True):
-        _write(model.folder / pair_file(pair), trees)
+        write_whole(model.folder / pair_file(pair), trees)
         known[pair] = off
         print(
             f"{pair[0]} beside {pair[1]}: {len(quick)} launches, {len(careful)} careful timings; off by {off:.2%}, "
@@ -142,7 +140,7 @@ def add_pairs(
     manifest = {name: value for name, value in model.manifest.items() if name != "pairs"}
     if known:
         manifest["pairs"] = [[*pair, off] for pair, off in known.items()]
-    _write(model.folder / MANIFEST, _json(manifest))
+    write_whole(model.folder / MANIFEST, _json(manifest))
     return manifest
 
 
@@ -164,15 +162,9 @@ def judge_choices(
             told = model.predict_together(rows)["time_us"].to_numpy()
             among = {"gemm_choice": torch_gemms, "gemm_choice_all_libraries": GEMM_KERNELS}
             manifest[key] = manifest[key] | {name: choice_regret(rows, told, kernels) for name, kernels in among.items()}
-    _write(model.folder / MANIFEST, _json(manifest))
+    write_whole(model.folder / MANIFEST, _json(manifest))
     return manifest
 
 
 def _json(manifest: dict[str, Any]) -> bytes:
     return (json.dumps(manifest, indent=1) + "\n").encode()
-
-
-def _write(path: Path, content: bytes) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_bytes(content)
-    os.replace(part, path)

@@ -184,8 +184,13 @@ def checksum(frame: pd.DataFrame) -> int:
     return zlib.crc32(frame["p50_us"].to_numpy(dtype="<f8").tobytes())
 
 
+def launch_file(folder: Path, number: int) -> Path:
+    """The file of quick launches with a number from 1: `launches.parquet`, `launches2.parquet` and on."""
+    return folder / f"launches{number if number > 1 else ''}.parquet"
+
+
 def launch_files(folder: Path) -> list[Path]:
-    """Files of quick launches in a folder, in the order of their measurement: `launches.parquet`, `launches2.parquet` and on."""
+    """Those that are there, in the order of their measurement."""
     found = {int(part[1] or 1): path for path in folder.glob("launches*.parquet") if (part := _LAUNCHES.fullmatch(path.name))}
     return [found[number] for number in sorted(found)]
 
@@ -198,10 +203,10 @@ def read_launches(timings: pd.DataFrame, folder: Path) -> pd.DataFrame | None:
     Raises:
         FileNotFoundError: their sidecar is there without them, as in an installed package, or a file among them is missing.
     """
-    files, first = launch_files(folder), folder / "launches.parquet"
-    if not files and not first.with_suffix(".json").is_file():
+    files = launch_files(folder)
+    if not files and not (folder / "launches.json").is_file():
         return None
-    expected = [folder / f"launches{number if number > 1 else ''}.parquet" for number in range(1, max(len(files), 1) + 1)]
+    expected = (launch_file(folder, number) for number in range(1, max(len(files), 1) + 1))
     if missing := [path for path in expected if path not in files]:
         raise FileNotFoundError(f"{missing[0]} is missing, as in every installed package; fit in a checkout of loka-sim")
     launches = pd.concat(

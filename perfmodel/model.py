@@ -22,7 +22,7 @@ from perfmodel.compiled import worth_compiling
 from perfmodel.hardware import HardwareSpec
 from perfmodel.kernels import KERNELS
 from perfmodel.network import Network, single_threaded
-from perfmodel.pairs import Agreement, Asked, Pair, factors, pair_file, pairs_in
+from perfmodel.pairs import Agreement, Asked, Pair, agreed_factors, pair_file, pairs_in
 from perfmodel.prediction import Seen, at_edge, baseline_us, bounds_of, gap_octaves, no_less, wider
 from perfmodel.trees import Trees
 
@@ -288,7 +288,7 @@ class PerfModel:
                 found.setdefault(name, []).append((rows, seen))
         if len(found) > 1:
             asked = {name: Asked.of(mine) for name, mine in found.items()}
-            result *= factors(self, asked, sizes, result[:, 0], each)[:, None]
+            result *= agreed_factors(self, asked, sizes, result[:, 0], each)[:, None]
             for name, mine in asked.items():
                 own = of_calls(sizes, mine.rows)
                 result[mine.rows, 0] = no_less(result[mine.rows, 0], name, own, self.hardware, self.least_us(name))

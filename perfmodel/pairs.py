@@ -145,7 +145,7 @@ class Asked:
         return Seen(seen.names, seen.matrix[numbers], seen.doubt[numbers], np.asarray(seen.smooth)[numbers])
 
 
-def factors(
+def agreed_factors(
     model: PerfModel, asked: Mapping[str, Asked], sizes: Sizes, time_us: Array, each: Callable[..., Iterable[Any]] = map
 ) -> Array:
     """What each time is multiplied by, that those of one call agree with the ratios that pairs of kernels tell, (rows,).

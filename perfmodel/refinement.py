@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +21,7 @@ from perfmodel.kernels import KERNELS
 from perfmodel.model import PerfModel
 from perfmodel.prediction import baseline_us, size_class
 from perfmodel.saved import REFINEMENT as KIND
-from perfmodel.saved import check_version, read_json
+from perfmodel.saved import check_version, read_json, write_whole
 
 SCHEMA_VERSION = 3
 NORMAL_90 = 1.6449
@@ -197,9 +196,7 @@ class Refinement:
         manifest = json.dumps({**document, "fingerprint": self.fingerprint}, indent=1) + "\n"
         # The manifest comes last: it names the arrays by their content.
         for name, content in ((document["arrays"], data), ("manifest.json", manifest.encode())):
-            part = target / f".{name}.{os.getpid()}"
-            part.write_bytes(content)
-            os.replace(part, target / name)
+            write_whole(target / name, content)
         for old in target.glob("rows-*.npz"):
             if old.name != document["arrays"]:
                 old.unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ValueError(f"{path} is truncated or no JSON object; copy the calibration folder again")
     return document
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file under another name first: whoever reads meanwhile, or finds it after a crash, sees the old or the new one."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_bytes(content)
+    os.replace(part, path)
 
 
 def check_version(path: Path, document: dict[str, Any], version: int) -> None:
