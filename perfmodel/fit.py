@@ -59,6 +59,7 @@ from perfmodel.learn import Learned, learn_first, measured_range, predict, predi
 from perfmodel.learn_pairs import add_pairs, judge_choices
 from perfmodel.measured import LEAST_US, read_choices, read_launches, read_timings
 from perfmodel.model import PerfModel, choice_file, model_file, network_file
+from perfmodel.packed import pack
 from perfmodel.parallel import each
 from perfmodel.prediction import bounds_of, wider
 from perfmodel.saved import SCHEMA_VERSION, load, read_spec
@@ -322,7 +323,7 @@ def _write(folder: Path, files: dict[str, bytes | None]) -> None:
 def _stored(kernel: str, rows: pd.DataFrame, hardware: HardwareSpec, first: Learned | Start | None) -> tuple[Learned, bytes]:
     """What `train` makes, and its trees as they are written."""
     learned = train(kernel, rows, hardware, begin(first))
-    return learned, gzip.compress(slim(learned.booster), 9, mtime=0)
+    return learned, pack(slim(learned.booster))
 
 
 def _choice_line(what: str, r: dict[str, float]) -> str:

@@ -26,6 +26,7 @@ from perfmodel.hardware import HardwareSpec
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import KERNELS
 from perfmodel.network import Network
+from perfmodel.packed import unpack
 from perfmodel.parallel import each
 from perfmodel.prediction import Seen, at_edge, baseline_us, no_less
 from perfmodel.steady import drift
@@ -91,7 +92,7 @@ def xgboost_package() -> Any:
 def read_trees(stored: bytes) -> Any:
     """Trees as a models folder has them, to be grown further."""
     trees = xgboost_package().Booster()
-    trees.load_model(bytearray(stored))
+    trees.load_model(bytearray(unpack(stored)))
     return trees
 
 

@@ -10,7 +10,6 @@ GEMMs of the sweeps that judge is said anew.
 
 from __future__ import annotations
 
-import gzip
 import json
 import sys
 from collections.abc import Iterable, Mapping
@@ -26,6 +25,7 @@ from perfmodel.held_out import choice_regret, folds_of
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import GEMM_KERNELS
 from perfmodel.model import PerfModel
+from perfmodel.packed import pack
 from perfmodel.pairs import PAIRS, Array, Pair, both_seen, pair_file, smooth_ratio
 from perfmodel.parallel import each
 from perfmodel.prediction import Seen
@@ -91,7 +91,7 @@ def learn_pair(
         mine = fold == number
         off[mine] = trained(~mine).predict(xgboost.DMatrix(matrix[mine])) - target[mine]
     judged = fold < JUDGED
-    trees = gzip.compress(slim(trained(np.ones(len(careful), dtype=bool))), 9, mtime=0)
+    trees = pack(slim(trained(np.ones(len(careful), dtype=bool))))
     return trees, float(np.abs(off[judged]).mean()), float(np.abs(target[judged]).mean())
 
 
@@ -99,7 +99,7 @@ def launches_of(model: PerfModel, pair: Pair) -> Any:
     """Trees of a pair as launches taught it, before careful timings; None of a model that does not know it."""
     if pair not in model.agreement.pairs:
         return None
-    trees = learn.read_trees(gzip.decompress((model.folder / pair_file(pair)).read_bytes()))
+    trees = learn.read_trees((model.folder / pair_file(pair)).read_bytes())
     first = trees.num_boosted_rounds() - learn.NEXT_ROUNDS
     return trees[:first] if first else None
 

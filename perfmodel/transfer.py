@@ -9,7 +9,6 @@ timings without launches 4.4% (`python benchmarks/another_gpu.py`).
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -113,6 +112,6 @@ def starts(
 def stored(model: PerfModel, kernel: str) -> tuple[Learned, Learned | None]:
     """A kernel as a fit made it, for a fit to go on with; and as it was before careful timings, if launches came first."""
     network, _ = model.learned(kernel)
-    trees = learn.read_trees(gzip.decompress((model.folder / model_file(kernel)).read_bytes()))
+    trees = learn.read_trees((model.folder / model_file(kernel)).read_bytes())
     learned = Learned(network, trees, model.choice(kernel), model.least_us(kernel))
     return learned, None if network is None else learned._replace(booster=trees[: trees.num_boosted_rounds() - NEXT_ROUNDS])

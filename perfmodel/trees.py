@@ -10,7 +10,6 @@ import ctypes
 import importlib.util
 import json
 import sys
-import zlib
 from functools import cache, cached_property
 from pathlib import Path
 from threading import Lock
@@ -19,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from perfmodel.compiled import worth_compiling
-from perfmodel.forest import Forest
+from perfmodel.forest import FEW_ROWS, Forest
+from perfmodel.packed import unpack
 
-_GZIP = b"\x1f\x8b"
 _FILES = {"win32": "xgboost.dll", "darwin": "libxgboost.dylib"}
 
 
@@ -42,16 +41,6 @@ def _check(status: int) -> None:
     if status:
         message = (_library().XGBGetLastError() or b"").decode(errors="replace")
         raise ValueError(f"xgboost refuses the trees: {(message.splitlines() or ['no reason given'])[0]}")
-
-
-def _unpacked(saved: bytes) -> bytes:
-    if not saved.startswith(_GZIP):
-        return saved
-    try:
-        # The last four bytes are the length. Memory of so many megabytes takes longer to get than to fill.
-        return zlib.decompress(saved, wbits=31, bufsize=int.from_bytes(saved[-4:], "little") or 1)
-    except (MemoryError, OverflowError, zlib.error) as error:
-        raise EOFError("the trees are truncated") from error
 
 
 class _Booster:
@@ -116,10 +105,11 @@ class Trees:
     """An ensemble of trees, ready to predict."""
 
     def __init__(self, saved: bytes) -> None:
-        """Read trees that `xgboost.Booster.save_raw` saved.
+        """Read trees as a file holds them.
 
         Args:
-            saved: Their bytes, as UBJSON or JSON, compressed by gzip or not. They are kept.
+            saved: What `perfmodel.packed.pack` made or `xgboost.Booster.save_raw` saved, as UBJSON or JSON, compressed by gzip
+                or not. It is kept.
 
         Raises:
             EOFError: they are truncated, or damaged so that they cannot be unpacked.
@@ -127,16 +117,15 @@ class Trees:
             ModuleNotFoundError: xgboost is not installed.
         """
         self._saved = saved
-        some = self._forest if worth_compiling(0) else None
-        self.features = (some or self._booster).features
+        self.features = (self._forest or self._booster).features
 
     @cached_property
     def _forest(self) -> Forest | None:
-        return Forest.of(_unpacked(self._saved))
+        return Forest.of(self._saved)
 
     @cached_property
     def _booster(self) -> _Booster:
-        return _Booster(_unpacked(self._saved))
+        return _Booster(unpack(self._saved))
 
     def predict(self, matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
         """The sum of the trees' leaves for each row.
@@ -151,7 +140,8 @@ class Trees:
             ValueError: the matrix has another number of columns than the trees were fitted on.
         """
         values = self._values(matrix)
-        if worth_compiling(len(values)) and self._forest and not np.isnan(values).any():
+        by_ourselves = len(values) <= FEW_ROWS or worth_compiling(len(values))
+        if by_ourselves and self._forest and not np.isnan(values).any():
             return self._forest.sums(values)
         return self._booster.evaluate(values, contributions=False).reshape(-1)
 

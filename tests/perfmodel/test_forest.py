@@ -4,6 +4,7 @@ import gzip
 import json
 import subprocess
 import sys
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import xgboost
 
 from perfmodel import compiled as compiling
 from perfmodel.forest import Forest
+from perfmodel.packed import pack
 from perfmodel.trees import Trees
 
 
@@ -21,16 +23,17 @@ def trained(rows: int = 3000, rounds: int = 40, **parameters) -> xgboost.Booster
     return xgboost.train({"max_depth": 5, "eta": 0.2, "seed": 0, **parameters}, xgboost.DMatrix(matrix, target), rounds)
 
 
-@pytest.mark.parametrize("rows", [1, 15, 16, 17, 128, 5003])
+@pytest.mark.parametrize("rows", [1, 17, 256, 257, 5003])
 @pytest.mark.parametrize(
     "parameters",
-    [{}, {"max_depth": 12, "objective": "reg:absoluteerror"}, {"grow_policy": "lossguide", "max_leaves": 50}, {"max_depth": 1}],
+    [{}, {"max_depth": 12, "objective": "reg:absoluteerror"}, {"max_depth": 1}],
 )
 def test_sums_are_xgboosts(parameters, rows):
     booster = trained(**parameters)
     saved = bytes(booster.save_raw("ubj"))
-    found = Forest.of(saved)
+    found, packed = Forest.of(saved), Forest.of(pack(saved))
     assert found is not None and found.features == 6 and len(found.roots) == 40
+    assert packed is not None and all(np.array_equal(*both) for both in zip(astuple(found), astuple(packed), strict=True))
     matrix = np.random.default_rng(1).uniform(-4, 4, (rows, 6)).astype(np.float32)
     # On the very edges of splits, where left and right are a bit apart.
     edges = np.random.default_rng(2).choice(found.values, matrix.shape)
@@ -49,6 +52,8 @@ def test_a_tree_that_is_one_leaf_adds_it():
 def test_what_is_no_plain_sum_of_leaves_is_left_to_xgboost():
     assert Forest.of(bytes(trained().save_raw("json"))) is None
     assert Forest.of(bytes(trained(booster="dart", rate_drop=0.5).save_raw("ubj"))) is None
+    # Children that are not numbered in the order of their nodes.
+    assert Forest.of(bytes(trained(grow_policy="lossguide", max_leaves=50).save_raw("ubj"))) is None
     generator = np.random.default_rng(0)
     matrix = np.concatenate([generator.uniform(-3, 3, (500, 2)), generator.integers(0, 5, (500, 1))], axis=1)
     data = xgboost.DMatrix(matrix, np.stack([matrix[:, 0], matrix[:, 1]], axis=1))

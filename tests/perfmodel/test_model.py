@@ -18,6 +18,7 @@ from perfmodel.held_out import choice_regret, class_profile, folds_of, interval_
 from perfmodel.judge import SHAPE
 from perfmodel.model import PerfModel, model_file, network_file
 from perfmodel.network import Network
+from perfmodel.packed import unpack
 from perfmodel.prediction import ROOFLINE_SHARE, baseline_us, size_class
 from perfmodel.roofline import roofline_us
 
@@ -73,7 +74,7 @@ def test_predict_equals_the_files_evaluated_by_xgboost(model, name):
     """Kernels with a network below their trees, of which one knows the doubt about cuBLAS's choice, and one of trees alone."""
     path = data_folder() / "h200" / "models" / model_file(name)
     booster = xgboost.Booster()
-    booster.load_model(bytearray(gzip.decompress(path.read_bytes())))
+    booster.load_model(bytearray(unpack(path.read_bytes())))
     arrays = tuple(np.array(x) for x in ([4096.0, 64.0], [1024.0, 1.0], [512.0, 2048.0], [1.0, 1.0]))
     batched = KERNELS[name].kind == "batched_gemm"
     if "gemm" in KERNELS[name].kind:
