@@ -231,6 +231,16 @@ def inflate(stored: bytes) -> bytes:
         raise EOFError("the trees are truncated") from error
 
 
+def is_packed(stored: bytes) -> bool:
+    """Whether `pack` made that of trees, and packed them; of what is damaged, whether it begins so."""
+    if not stored.startswith(_GZIP):
+        return stored.startswith(_BEGINNING)
+    try:
+        return zlib.decompressobj(wbits=31).decompress(stored, len(_BEGINNING)) == _BEGINNING
+    except zlib.error:
+        return False
+
+
 def unpack(stored: bytes) -> bytes:
     """The document of stored trees, as xgboost reads it.
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from perfmodel.compiled import worth_compiling
 from perfmodel.forest import FEW_ROWS, Forest
-from perfmodel.packed import unpack
+from perfmodel.packed import is_packed, unpack
 
 _FILES = {"win32": "xgboost.dll", "darwin": "libxgboost.dylib"}
 
@@ -117,7 +117,10 @@ class Trees:
             ModuleNotFoundError: xgboost is not installed.
         """
         self._saved = saved
-        self.features = (self._forest or self._booster).features
+        # xgboost has read its own document sooner.
+        self._packed = is_packed(saved)
+        some = self._forest if self._packed or worth_compiling(0) else None
+        self.features = (some or self._booster).features
 
     @cached_property
     def _forest(self) -> Forest | None:
@@ -140,7 +143,7 @@ class Trees:
             ValueError: the matrix has another number of columns than the trees were fitted on.
         """
         values = self._values(matrix)
-        by_ourselves = len(values) <= FEW_ROWS or worth_compiling(len(values))
+        by_ourselves = (self._packed and len(values) <= FEW_ROWS) or worth_compiling(len(values))
         if by_ourselves and self._forest and not np.isnan(values).any():
             return self._forest.sums(values)
         return self._booster.evaluate(values, contributions=False).reshape(-1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import xgboost
 
-from perfmodel.packed import Packed, inflate, pack, unpack
+from perfmodel.packed import Packed, inflate, is_packed, pack, unpack
 from perfmodel.slim import slim
 from perfmodel.trees import Trees
 
@@ -34,6 +34,7 @@ def test_slim_trees_come_back_to_the_byte(parameters):
     document = slim(trained(**parameters))
     stored = pack(document)
     assert inflate(stored) != document and unpack(stored) == document
+    assert is_packed(stored) and is_packed(inflate(stored)) and not is_packed(document) and not is_packed(gzip.compress(document))
     # No time of making, no name: the same trees are the same file.
     assert pack(document) == stored
 
@@ -56,6 +57,7 @@ def test_documents_are_read_as_they_are():
     by_either = [Trees(stored) for stored in (document, pack(document))]
     np.testing.assert_array_equal(*(trees.predict(matrix) for trees in by_either))
     np.testing.assert_array_equal(*(trees.contributions(matrix) for trees in by_either))
+    assert not is_packed(b"\x1f\x8b no gzip")
 
 
 def test_growth_goes_on_from_what_was_packed():
