@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from perfmodel.compiled import loops
+from perfmodel.compiled import at_hand, loops
 from perfmodel.packed import Packed, Saved, inflate
 
 # Of these a prediction is the plain sum of leaves.
 _OBJECTIVES = ("reg:squarederror", "reg:absoluteerror")
-# Of so few rows numpy makes a sum sooner than xgboost has read the trees.
+# Of so few rows numpy makes a sum sooner than xgboost has read the trees: 256 of 660 trees in 16 ms, not 125. The loop, if it is
+# compiled already, takes 2.
 FEW_ROWS = 256
 # What a node's number has room for.
 _MOST_FEATURES, _MOST_NODES = 255, 1 << 24
@@ -89,9 +90,10 @@ class Forest:
 
     def sums(self, matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
         """The sum of the trees' leaves for each row of features, (rows,); no feature may be missing (NaN)."""
-        if len(matrix) <= FEW_ROWS:
+        loop: Any = at_hand()
+        if loop is None and len(matrix) <= FEW_ROWS:
             return self._sums_of_few(matrix)
-        loop: Any = loops()
+        loop = loop or loops()
         x = np.zeros((-(-len(matrix) // loop.IN_TURN) * loop.IN_TURN, self.features + 1), dtype=np.float32)
         x[: len(matrix), :-1], x[:, -1] = matrix, -np.inf
         total = np.full(len(x), self.base)

@@ -39,6 +39,7 @@ def test_sums_are_xgboosts(parameters, rows):
     edges = np.random.default_rng(2).choice(found.values, matrix.shape)
     for some in (matrix, edges):
         np.testing.assert_array_equal(found.sums(some), booster.predict(xgboost.DMatrix(some)))
+        np.testing.assert_array_equal(found._sums_of_few(some), found.sums(some))
 
 
 def test_a_tree_that_is_one_leaf_adds_it():
