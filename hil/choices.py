@@ -10,9 +10,10 @@ that judge it. The networks, one a kernel, are
 written as `choices/<kernel>.json.gz`, with a sidecar that says how often each is right on answers that it has not seen.
 `perfmodel.fit` makes features of them (`perfmodel.choice`): by the same specification of the GPU as they learn by, FILE, in the
 third form. There they go on from the networks of a shipped GPU, much of whose choices is this one's, too; from this GPU's own of
-earlier answers at a lower `--rate`, which keeps what those taught, one network of all sizes as several with `--experts`.
-`--sure 0.2` then asks mostly where they are in doubt. In the fourth, networks of their own learn of the largest calls
-(`hil.shapes.large_shapes`), for those in the folder to hand such calls on to.
+earlier answers at a lower `--rate`, which keeps what those taught, one network of all sizes as several with `--experts`, several
+as more. `--sure 0.2` then asks mostly where they are in doubt; such answers unteach some of what those before taught, and
+networks averaged with what they were, `--keep 0.5`, can be right more often than either. In the fourth, networks of their own
+learn of the largest calls (`hil.shapes.large_shapes`), for those in the folder to hand such calls on to.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def learn(
     seed: int = 0,
     experts: int = 1,
     coarse: bool = False,
+    keep: float = 0.0,
 ) -> tuple[Choice, dict[str, Any]]:
     """A network of one kernel's choices, trained on the GPU where there is one, and how often it is right.
 
@@ -80,12 +82,13 @@ def learn(
         hardware: The GPU.
         epochs: Times that each row is seen.
         width: Units of a hidden layer, by default `WIDTH`.
-        start: To go on from, whose form is kept, but for one network of which there are to be several: another GPU's, or this
-            one's of earlier answers. What tells it of the largest calls stays as it is.
+        start: To go on from, whose form is kept, but for fewer networks than there are to be: another GPU's, or this one's of
+            earlier answers. What tells it of the largest calls stays as it is.
         rate: The highest learning rate.
         seed: Seeds weights, order and what is held out.
         experts: Networks, each for results of some sizes.
         coarse: Multiply in bfloat16 but for the last steps.
+        keep: The weights are so much what they were at the start, and the rest what they became.
     """
     import torch
 
@@ -111,7 +114,7 @@ def learn(
         begun = teaching.untaught(matrix, column, experts, [width or WIDTH] * HIDDEN, tiles + rests, seed)
     else:
         begun = _gone_on(start, known)
-        if isinstance(begun, Network):
+        if experts > len(teaching.networks_of(begun)):
             begun = teaching.copied(begun, matrix, column, experts)
     kept = [np.intersect1d(mine, order, assume_unique=True) for mine in teaching.shared_out(begun, matrix)]
     entropy = torch.nn.functional.cross_entropy
@@ -123,6 +126,8 @@ def learn(
 
     batch = BATCH if len(order) < MANY_ANSWERS else 4 * BATCH
     network = teaching.taught(begun, torch.from_numpy(matrix).to(device), kept, loss, epochs, batch, rate, seed, coarse=coarse)
+    if keep:
+        network = teaching.between(begun, network, keep)
     choice = Choice(teaching.halved(network), known, start.largest if start else None)
     found = choice.told(matrix[test])[0] == told[test]
     return choice, {
@@ -259,6 +264,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--rate", type=float, default=RATE, help="highest learning rate; lower keeps more of --start (default: %(default)s)"
     )
     parser.add_argument(
+        "--keep", type=float, default=0.0, metavar="SHARE",
+        help="of the weights so much stays as in --start: what its answers taught that these did not (default: none)",
+    )  # fmt: skip
+    parser.add_argument(
         "--sure", type=float, default=1.0, metavar="SHARE",
         help="of the calls of which the networks of --start are sure, ask this share alone (default: all)",
     )  # fmt: skip
@@ -284,6 +293,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--experts and --width are at least 1")
     if not 0 <= options.sure <= 1:
         parser.error(f"--sure {options.sure:g} is no share; give 0 to 1")
+    if not 0 <= options.keep < 1:
+        parser.error(f"--keep {options.keep:g} is no share; give 0 to below 1")
+    if options.keep and not options.start:
+        parser.error("--keep is of the networks of --start: name it")
     if options.sure < 1 and not options.start:
         parser.error("--sure is of what the networks of --start know: name it")
     if options.epochs < 1 and options.answers is None:
@@ -328,7 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     where = fingerprint() if torch.cuda.is_available() else {}
     teach = partial(
         learn, hardware=spec, epochs=options.epochs, width=options.width, rate=options.rate, experts=options.experts,
-        coarse=options.coarse,
+        coarse=options.coarse, keep=options.keep,
     )  # fmt: skip
     for kernel, choice, scores in _learned(rows, kernels, start, options.learners, teach, options.large):
         print(f"{kernel}: {scores}, {time.time() - began:.0f} s", file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@
     python -m hil.launches --out data/h200 --count 90000 --seed 9201 --minutes 2 --odd
     python -m hil.launches --out data/h200 --count 90000 --seed 9251 --minutes 1 --few --kernels torch/bf16_batched
     python -m hil.launches --out data/h200 --count 4000 --seed 9301 --minutes 2 --large --kernels '*'
+    python -m hil.launches --out data/h200 --count 90000 --seed 9351 --minutes 1 --short
 
 Each shape is launched three times under torch's profiler, and the median of the kernels' durations is kept: 1,000 to 1,400 rows a
 second, where replays of graphs give 31 to 36. They are 6% from those replays on average, most of it the clocks'. What a library's
@@ -51,6 +52,7 @@ from hil.shapes import (
     large_shapes,
     odd_batched_shapes,
     odd_shapes,
+    short_shapes,
     tall_shapes,
     tower_shapes,
     wide_shapes,
@@ -62,7 +64,7 @@ from perfmodel.measured import launch_file, launch_files
 
 LAUNCHES = 3
 # Rows from which on a file is full and the next one begins: what is there already is not written again with every run.
-MOST_ROWS = 4_000_000
+MOST_ROWS = 3_500_000
 TORCH = tuple(
     name for name, spec in KERNELS.items() if name.startswith("torch/") and "gemm" in spec.kind and "grouped" not in name
 )
@@ -88,10 +90,10 @@ def drawn(count: int, seed: int, kernels: Collection[str] = TORCH, *, which: str
         seed: Of the draw.
         kernels: Which must take a shape, any of them.
         which: "odd" for `odd_shapes` and `odd_batched_shapes` instead, `count` of each that a kernel takes, in turn; "large" for
-            `count` of `large_shapes`, "few" for as many of `tower_shapes`, products in few groups of any sizes, of which those
-            stay that a kernel takes.
+            `count` of `large_shapes`, "few" for as many of `tower_shapes`, products in few groups of any sizes, "short" of
+            `short_shapes`, large results of a short K, of which those stay that a kernel takes.
     """
-    if which in (apart := {"large": large_shapes, "few": tower_shapes}):
+    if which in (apart := {"large": large_shapes, "few": tower_shapes, "short": short_shapes}):
         return [shape for shape in apart[which](count, seed) if any(takes(name, shape) for name in kernels)]
     if which == "odd":
         asked = {KERNELS[name].kind for name in kernels}
@@ -242,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--out",
         type=Path,
         required=True,
-        help="folder of launches.parquet, extended if it is there (from 4 million rows on launches2.parquet)",
+        help="folder of launches.parquet, extended if it is there (from 3.5 million rows on launches2.parquet)",
     )
     parser.add_argument("--count", type=int, default=60000, help="shapes to draw (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=9001)
@@ -264,6 +266,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_const",
         const="few",
         help="products in few groups of any sizes (hil.shapes.tower_shapes)",
+    )
+    draws.add_argument(
+        "--short",
+        dest="which",
+        action="store_const",
+        const="short",
+        help="large results of a short K (hil.shapes.short_shapes)",
     )
     parser.add_argument(
         "--minutes", type=float, default=5.0, help="stop in time and keep what is measured (default: %(default)s)"

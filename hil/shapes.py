@@ -128,6 +128,28 @@ def large_shapes(count: int, seed: int) -> list[Shape]:
     return list(shapes)
 
 
+def short_shapes(count: int, seed: int) -> list[Shape]:
+    """`count` distinct GEMM shapes of large results (M N from 2^20) of a short K, as layers on every embedding have them.
+
+    M 512 to 524,288, N up to 32,768, in three of ten exchanged; K up to 512. Sizes are features or multiples of 1 to 64, of M
+    powers of two, too.
+    """
+    rng = np.random.default_rng(seed)
+
+    def size(smallest: int, largest: int) -> int:
+        return _to_multiple(_log_uniform(rng, smallest, largest), int(2 ** min(6, int(rng.integers(0, 12)))))
+
+    shapes: dict[Shape, None] = {}
+    while len(shapes) < count:
+        rows = _rows(rng, 512, 524288) if rng.random() < 0.5 else size(512, 524288)
+        columns = _feature(rng, 16384, 0.02) if rng.random() < 0.4 else size(64, 32768)
+        k = _feature(rng, 512, 0.05) if rng.random() < 0.5 else _to_multiple(_log_uniform(rng, 8, 512), 16)
+        shape = Shape(columns, rows, k) if rng.random() < 0.3 else Shape(rows, columns, k)
+        if 2**20 <= rows * columns <= _MAX_OPERAND and 2.0 * rows * columns * k <= _MAX_FLOPS:
+            shapes[shape] = None
+    return list(shapes)
+
+
 def _odd_size(rng: np.random.Generator, largest: int) -> int:
     value = _log_uniform(rng, 1, largest)
     if rng.random() < 0.2:

@@ -68,10 +68,20 @@ def untaught(
     return made[0] if len(made) == 1 else Experts(column, edges, made)
 
 
-def copied(network: Network, matrix: npt.NDArray[np.floating], column: int, experts: int) -> Network | Experts:
-    """A network several times over, each to go on with its part of the rows; arguments as of `untaught`."""
-    edges = _edges(matrix, column, experts)
-    return Experts(column, edges, [network] * (len(edges) + 1)) if len(edges) else network
+def copied(network: Network | Experts, matrix: npt.NDArray[np.floating], column: int, experts: int) -> Network | Experts:
+    """A network several times over, each to go on with its part of the rows; of several, each as often.
+
+    Arguments as of `untaught`.
+    """
+    if isinstance(network, Network):
+        edges = _edges(matrix, column, experts)
+        return Experts(column, edges, [network] * (len(edges) + 1)) if len(edges) else network
+    all_edges, networks = list[np.float32](), list[Network]()
+    for lowest, one, rows in zip((None, *network.edges), network.networks, network.asked(matrix), strict=True):
+        edges = _edges(matrix[rows], network.column, experts // len(network.networks)) if len(rows) else np.empty(0, np.float32)
+        all_edges += [*([] if lowest is None else [lowest]), *edges]
+        networks += [one] * (len(edges) + 1)
+    return Experts(network.column, np.array(all_edges, dtype=np.float32), networks)
 
 
 def _edges(matrix: npt.NDArray[np.floating], column: int, experts: int) -> npt.NDArray[np.float32]:
@@ -99,6 +109,13 @@ def with_layers(network: Network | Experts, layers: Stacked) -> Network | Expert
         for number, old in enumerate(networks_of(network))
     ]
     return Experts(network.column, network.edges, made) if isinstance(network, Experts) else made[0]
+
+
+def between(network: Network | Experts, other: Network | Experts, share: float) -> Network | Experts:
+    """Networks of one form with weights on the way from one's to another's: the first's by this share, the rest the other's."""
+    pairs = zip(stacked(networks_of(network)), stacked(networks_of(other)), strict=True)
+    layers = [tuple(share * a + (1 - share) * b for a, b in zip(mine, theirs, strict=True)) for mine, theirs in pairs]
+    return with_layers(network, layers)  # type: ignore[arg-type]
 
 
 def halved(network: Network | Experts) -> Network | Experts:

@@ -124,6 +124,14 @@ def test_learning_goes_on_from_another_gpus_network(library, monkeypatch):
     matrix = asked(KERNEL, *(few[x].to_numpy(float) for x in ("m", "n", "k", "groups")), spec)
     again = [choice.told(matrix)[0] for choice in (start, kept, more)]
     assert (again[0] == again[1]).all(axis=1).mean() > 0.99 > (again[0] == again[2]).all(axis=1).mean()
+    # Nor where it keeps nearly all that it was, however much it learns; by half it is neither the one nor the other.
+    stays, _ = choices.learn(KERNEL, few, spec, epochs=4, start=start, keep=0.999)
+    assert (stays.told(matrix)[0] == again[0]).all(axis=1).mean() > 0.99
+    half, _ = choices.learn(KERNEL, few, spec, epochs=4, start=start, keep=0.5)
+    learned, _ = choices.learn(KERNEL, few, spec, epochs=4, start=start)
+    begun = choices._gone_on(start, half.kernels)
+    ends = [network.layers[1][0] for network in (begun, learned.network)]
+    np.testing.assert_allclose(half.network.layers[1][0], sum(ends) / 2, atol=2e-3)
     # What this GPU's library never chooses is forgotten; what it alone chooses is learned.
     other = few.assign(tile_n=np.where(few["tile_n"] == 128, 96, few["tile_n"]))
     assert 96 in choices.learn(KERNEL, other, spec, epochs=1, start=start)[0].kernels[:, 0]
@@ -275,11 +283,21 @@ def test_answers_of_earlier_runs_are_learned_from_and_not_asked_again(library, t
     choice = Choice.load(gzip.decompress((tmp_path / "choices" / choice_file(KERNEL)).read_bytes()))
     outputs = sum(len(halves) for halves, _ in vocabulary(choice.kernels))
     assert [weights.shape[1] for weights, _ in choice.network.layers] == [24, 24, 24, outputs]
-    for wrong in (["--sure", "2"], ["--sure", "0.2"], ["--epochs", "0"], ["--earlier", str(tmp_path / "none.parquet")]):
+    for wrong in (
+        ["--sure", "2"],
+        ["--sure", "0.2"],
+        ["--keep", "1"],
+        ["--keep", "0.5"],
+        ["--epochs", "0"],
+        ["--earlier", str(tmp_path / "none.parquet")],
+    ):
         with pytest.raises(SystemExit):
             choices.main(["--out", str(tmp_path), *wrong])
     printed = capsys.readouterr().err
-    for why in ("none.parquet is not there", "--sure 2 is no share", "--sure is of what the networks of --start know"):
+    for why in (
+        "none.parquet is not there", "--sure 2 is no share", "--sure is of what the networks of --start know",
+        "--keep 1 is no share", "--keep is of the networks of --start",
+    ):  # fmt: skip
         assert why in printed
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from hil import launches
 from hil.kernels.base import Shape
-from hil.shapes import large_shapes, tower_shapes
+from hil.shapes import large_shapes, short_shapes, tower_shapes
 from perfmodel.measured import launch_files, read_launches
 
 
@@ -77,6 +77,13 @@ def test_few_are_products_in_few_groups():
     assert any(s.n % 8 or s.k % 8 for s in shapes)
     fp8 = launches.drawn(2000, 5, ("torch/fp8_grouped_rowwise_fast",), which="few")
     assert fp8 and all(s.n % 16 == s.k % 16 == 0 for s in fp8)
+
+
+def test_short_are_large_results_of_a_short_k():
+    shapes = launches.drawn(500, 5, ("torch/bf16",), which="short")
+    assert shapes == short_shapes(500, 5)
+    fp8 = launches.drawn(500, 5, ("torch/fp8_tensorwise_fast",), which="short")
+    assert 200 < len(fp8) < 500 and set(fp8) < set(shapes) and all(s.n % 16 == s.k % 16 == 0 for s in fp8)
 
 
 def test_saved_rows_and_their_origin(tmp_path, monkeypatch):

@@ -62,6 +62,14 @@ def test_copies_of_a_network_say_what_it_says_and_learn_each_its_own(rows):
         given[numbers] = values
     np.testing.assert_allclose(given, by_hand(one, rows), atol=1e-5)
     assert teaching.copied(one, rows, 2, 1) is one
+    # Several become more, each of them as often, and say the same; the edges that there were stay.
+    more = teaching.copied(copies, rows, 2, 8)
+    assert isinstance(more, Experts) and [len(mine) for mine in teaching.shared_out(more, rows)] == [500] * 8
+    assert (more.edges[1::2] == copies.edges).all()
+    again = np.full((len(rows), 3), np.nan, np.float32)
+    for numbers, values in more.blocks(rows):
+        again[numbers] = values
+    np.testing.assert_allclose(again, given, atol=1e-5)
     # Each its own: the first quarter's rows alone are taught, and the others say what they said.
     kept = teaching.shared_out(copies, rows)
     kept[1:] = [mine[:0] for mine in kept[1:]]
@@ -69,6 +77,19 @@ def test_copies_of_a_network_say_what_it_says_and_learn_each_its_own(rows):
     after = np.stack([by_hand(network, rows[:100]) for network in apart.networks])
     before = np.stack([by_hand(one, rows[:100])] * 4)
     assert (after[1:] == before[1:]).all() and not np.allclose(after[0], before[0], atol=1e-2)
+
+
+def test_between_two_networks_lies_each_weight(rows):
+    one, other = (teaching.untaught(rows, 2, 3, [16, 16], 3, seed) for seed in (0, 1))
+    for share, weights in ((1.0, one), (0.0, other)):
+        for mine, theirs in zip(teaching.between(one, other, share).networks, weights.networks, strict=True):
+            for layer, same in zip(mine.layers, theirs.layers, strict=True):
+                assert (layer[0] == same[0]).all() and (layer[1] == same[1]).all()
+    found = teaching.between(one, other, 0.25)
+    assert (found.edges == one.edges).all()
+    np.testing.assert_allclose(
+        found.networks[1].layers[0][0], 0.25 * one.networks[1].layers[0][0] + 0.75 * other.networks[1].layers[0][0], atol=1e-7
+    )
 
 
 def squares(target):
