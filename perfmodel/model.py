@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -230,8 +230,18 @@ class PerfModel:
         """
         return self._predicted(frame, together=True)
 
+    def alone_and_together(self, frame: pd.DataFrame | Columns) -> tuple[Array, Array]:
+        """What `predict` and `predict_together` say, asked once: times and ends of intervals, (rows, 3) each."""
+        return self._told(frame, together=True)
+
     def _predicted(self, frame: pd.DataFrame | Columns, together: bool) -> pd.DataFrame | Mapping[str, Array]:
         """`predict`, or `predict_together`."""
+        told = self._told(frame, together)[together]
+        columns = dict(zip(("time_us", "low_us", "high_us"), told.T, strict=True))
+        return columns if isinstance(frame, Mapping) else self._answer(frame, columns)
+
+    def _told(self, frame: pd.DataFrame | Columns, together: bool) -> tuple[Array, Array]:
+        """As `alone_and_together`; the same twice where kernels are not asked `together`."""
         kernels = kernels_of(frame)
         m, n, k, groups = columns_of(frame)
         for name, size in zip(("m", "n", "k", "groups"), (m, n, k, groups), strict=True):
@@ -263,36 +273,47 @@ class PerfModel:
                 with ThreadPoolExecutor(THREADS) as pool:
                     for read in (pool.map(self.learned, unread), pool.map(self.pair_trees, pairs)):
                         list(read)
-            self._agree(zip(parts, map(fill, parts), strict=True), (m, n, k, groups), result, map)
+            alone = self._agree(parts, map(fill, parts), (m, n, k, groups), result, map)
         else:
             # A part alone is too small to have the loop compiled; once it is there, parts use it.
             worth_compiling(len(kernels))
             with single_threaded(), ThreadPoolExecutor(THREADS) as pool:
                 for found in (pool.map(self.learned, names), pool.map(self.choice, names)):
                     list(found)
-                self._agree(zip(parts, pool.map(fill, parts), strict=True), (m, n, k, groups), result, pool.map)
-        columns = dict(zip(("time_us", "low_us", "high_us"), result.T, strict=True))
-        return columns if isinstance(frame, Mapping) else self._answer(frame, columns)
+                alone = self._agree(parts, pool.map(fill, parts), (m, n, k, groups), result, pool.map)
+        return alone, result
 
     def _agree(
         self,
-        parts: Iterable[tuple[tuple[str, npt.NDArray[np.intp]], Seen | None]],
+        parts: Sequence[tuple[str, npt.NDArray[np.intp]]],
+        filled: Iterable[Seen | None],
         sizes: Sizes,
         result: Array,
         each: Callable[..., Iterable[Any]],
-    ) -> None:
-        """Move times and ends of intervals, (rows, 3), as pairs of kernels ask, of which the parts have what was seen."""
+    ) -> Array:
+        """Move times and ends of intervals, (rows, 3), as pairs of kernels ask; returns what they were, (rows, 3).
+
+        Args:
+            parts: Kernels and the rows that are asked of each.
+            filled: What was seen of a part, whose times are there by then; None where no pair asks for it.
+            sizes: m, n, k, groups of all rows.
+            result: Times and ends.
+            each: As `map`.
+        """
         found: dict[str, list[tuple[npt.NDArray[np.intp], Seen]]] = {}
-        for (name, rows), seen in parts:
+        for (name, rows), seen in zip(parts, filled, strict=True):
             if seen is not None:
                 found.setdefault(name, []).append((rows, seen))
+        alone = result
         if len(found) > 1:
+            alone = result.copy()
             asked = {name: Asked.of(mine) for name, mine in found.items()}
             result *= agreed_factors(self, asked, sizes, result[:, 0], each)[:, None]
             for name, mine in asked.items():
                 own = of_calls(sizes, mine.rows)
                 result[mine.rows, 0] = no_less(result[mine.rows, 0], name, own, self.hardware, self.least_us(name))
                 result[mine.rows, 1] = no_less(result[mine.rows, 1], name, own, self.hardware, 0.0)
+        return alone
 
     def _answer(self, frame: pd.DataFrame, columns: Mapping[str, Array]) -> pd.DataFrame:
         """What `predict` answers to `frame`: these columns, and how many of its calls are extrapolated."""

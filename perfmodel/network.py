@@ -33,8 +33,8 @@ BEND = 0.3
 REACH = 4.0
 # Rows are multiplied in blocks of so many, the last one filled up to a multiple of `_TURN`: a row's value then does not depend on
 # how many others it came with. Nor does it on its place among them where the matrix library sums all rows in one order; its
-# kernels for processors with AVX2 and no AVX-512 take 12 rows in turn and sum half of them in another, which shows in the last
-# bits of float32: a row keeps its place in a turn.
+# kernels for processors with AVX2 and no AVX-512, which OpenBLAS 0.3.31 takes on AMD's Zen 5, too, take 12 rows in turn and sum
+# half of them in another, which shows in the last bits of float32: a row keeps its place in a turn.
 _BLOCK, _TURN = 512, 48
 # The library may multiply matrices of fewer products by other kernels, which sum in another order (OpenBLAS up to 100^3, with
 # AVX-512 up to 28 * 512^2): no block has so few, unless a full one has.

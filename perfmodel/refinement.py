@@ -75,14 +75,18 @@ class Correction:
         return value + mean, np.maximum(deviation, remains * scale)
 
 
-def with_base(base: PerfModel, rows: pd.DataFrame) -> pd.DataFrame:
+def with_base(base: PerfModel, rows: pd.DataFrame, together: bool = False) -> pd.DataFrame:
     """`rows` with the base's time (roofline plus launch where it has no trees), its log interval's scale and skew, and the group.
 
-    The skew is 1 where all of the interval lies above the time, -1 where below, 0 where it is as wide on either side.
+    The skew is 1 where all of the interval lies above the time, -1 where below, 0 where it is as wide on either side. `moved` is
+    by how much more the base tells where kernels are asked `together` (`PerfModel.predict_together`), 1 where they are not.
     """
     known = rows["kernel"].isin(list(base.manifest["kernels"])).to_numpy(dtype=bool)
-    values = np.zeros((len(rows), 3))
-    if known.any():
+    values, moved = np.zeros((len(rows), 3)), np.ones(len(rows))
+    if known.any() and together:
+        values[known], told = base.alone_and_together(rows[known])
+        moved[known] = told[:, 0] / values[known, 0]
+    elif known.any():
         values[known] = base.predict(rows[known]).to_numpy()
     for kernel, index in rows[~known].reset_index(drop=True).groupby("kernel").indices.items():
         new = np.flatnonzero(~known)[index]
@@ -91,7 +95,8 @@ def with_base(base: PerfModel, rows: pd.DataFrame) -> pd.DataFrame:
     scale = (above + below) / (2 * NORMAL_90)
     skew = (above - below) / np.maximum(above + below, 1e-12)
     groups = [group_of(name, bool(is_known)) for name, is_known in zip(rows["kernel"], known, strict=True)]
-    return rows.assign(base_us=values[:, 0], low_us=values[:, 1], high_us=values[:, 2], scale=scale, skew=skew, group=groups)
+    times = dict(zip(("base_us", "low_us", "high_us"), values.T, strict=True))
+    return rows.assign(**times, moved=moved, scale=scale, skew=skew, group=groups)
 
 
 def inputs(kernel: str, base_us: Array, sizes: Sizes, base: PerfModel) -> tuple[Array, Array]:
@@ -305,6 +310,11 @@ class RefinedModel(PerfModel):
         """Likewise, as `PerfModel.predict_together`: calls that were not measured here move as the base's do."""
         return self._refined(frame, together=True)
 
+    def alone_and_together(self, frame: Any) -> tuple[Array, Array]:
+        """As `PerfModel.alone_and_together`."""
+        alone, together = (pd.DataFrame(dict(told(frame))).to_numpy() for told in (self.predict, self.predict_together))
+        return alone, together
+
     def _refined(self, frame: Any, together: bool) -> Any:
         if isinstance(frame, Mapping):
             columns = self._refined(pd.DataFrame(dict(frame)), together)
@@ -318,7 +328,8 @@ class RefinedModel(PerfModel):
         unknown = [name for name in frame["kernel"][known].unique() if name not in self.manifest["kernels"]]
         if unknown or min(sizes.min() for sizes in columns_of(frame)) < 1:
             return super().predict(frame)  # which names what is wrong
-        rows = with_base(refinement.base, frame.reset_index(drop=True).assign(kernel=lambda f: f["kernel"].astype(str)))
+        asked = frame.reset_index(drop=True).assign(kernel=lambda f: f["kernel"].astype(str))
+        rows = with_base(refinement.base, asked, together)
         value, scale = apply(refinement.corrections, refinement.base, rows)
         time, skew = rows["base_us"].to_numpy() * np.exp(value), rows["skew"].to_numpy()
         result = np.empty((len(rows), 3))
@@ -329,9 +340,7 @@ class RefinedModel(PerfModel):
             # Where nothing of its kind was measured the base's word stands.
             if bounds := refinement.bounds.get(kernel) or refinement.bounds.get(group):
                 result[index] = np.stack([time[index], *interval(time[index], scale[index], skew[index], bounds)], axis=1)
-        if together and known.any():
-            told = refinement.base.predict_together(rows[known])["time_us"].to_numpy()
-            result[known] *= (told / rows["base_us"].to_numpy()[known])[:, None]
+        result *= rows["moved"].to_numpy()[:, None]
         for kernel in indices.keys() & self._measured.keys():
             index, (shapes, values) = indices[kernel], self._measured[kernel]
             found = shapes.get_indexer(pd.MultiIndex.from_arrays(columns_of(rows.iloc[index])))

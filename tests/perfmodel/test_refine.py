@@ -197,6 +197,9 @@ def test_kernels_told_together_move_as_the_bases_but_where_measured(base, halves
     told = refinement.model.predict_together(columns)
     assert isinstance(told["low_us"], np.ndarray)
     np.testing.assert_array_equal(told["low_us"], refinement.model.predict_together(others)["low_us"])
+    # Both at once, the corrected times as the base's.
+    for both, each in zip(refinement.model.alone_and_together(columns), (refinement.model.predict(others), told), strict=True):
+        np.testing.assert_array_equal(both, np.column_stack([each[name] for name in ("time_us", "low_us", "high_us")]))
 
 
 def test_unmeasured_kinds_keep_the_bases_word(base, refinement):
