@@ -2,12 +2,9 @@
 
 import sys
 
-from loka_sim.processor import tell_openblas
-
 
 def main() -> int:
     """Run the command line; return its exit code."""
-    tell_openblas()
     try:
         from loka_sim.cli import main as run
 
