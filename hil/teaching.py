@@ -71,7 +71,7 @@ def untaught(
 def copied(network: Network | Experts, matrix: npt.NDArray[np.floating], column: int, experts: int) -> Network | Experts:
     """A network several times over, each to go on with its part of the rows; of several, each as often.
 
-    Arguments as of `untaught`.
+    Arguments as of `untaught`; of several there will be no more than `experts`.
     """
     if isinstance(network, Network):
         edges = _edges(matrix, column, experts)
