@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from loka_sim.dispatch.operands import Toolbox
@@ -124,11 +125,19 @@ class Plan:
 
 
 def _named(sites: list[str]) -> str:
-    """Sites in words; those that differ in their first layer index alone stand together where they are many."""
+    """Sites in words; those that differ in their indices alone stand together where they are many, a star where they differ."""
     alike: dict[str, list[str]] = {}
     for site in sites:
-        alike.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", site, count=1), []).append(site)
-    return ", ".join(", ".join(some) if len(some) <= _FEW else f"{role} ({len(some)} sites)" for role, some in alike.items())
+        alike.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", site), []).append(site)
+    return ", ".join(
+        ", ".join(some) if len(some) <= _FEW else f"{_in_common(some)} ({len(some)} sites)" for some in alike.values()
+    )
+
+
+def _in_common(sites: list[str]) -> str:
+    """Names of as many parts as one, a star where they differ."""
+    parts = zip(*(site.split(".") for site in sites), strict=True)
+    return ".".join(some[0] if len(set(some)) == 1 else "*" for some in parts)
 
 
 def plan(table: dict[str, Any]) -> Plan:

@@ -12,6 +12,7 @@ from torch import nn
 
 import loka_sim
 from loka_sim.capture import capture
+from loka_sim.dispatch import torchao_plan
 from loka_sim.dispatch.export import export, export_with_notes
 from loka_sim.dispatch.table import from_whatif
 from loka_sim.errors import DataError, UserError
@@ -397,6 +398,21 @@ def anew(entry, kernels, us):
             "predicted_us": us, "mere": None,
         }  # fmt: skip
     return entry
+
+
+def test_many_sites_that_differ_in_their_indices_alone_are_one_name_in_a_note():
+    names = [f"layers.{i}.towers.{j}.up" for i in range(2) for j in range(3)] + ["layers.0.down", "layers.1.down", "top"]
+    losses = tuple(torchao_plan.Loss(name, "output", "torch/fp8_block128", BF16, "so", 1.5) for name in names)
+    (note,) = torchao_plan.Plan({}, frozenset(), {}, losses).notes()
+    assert note == (
+        "output of layers.*.towers.*.up (6 sites), layers.0.down, layers.1.down, top: torch/bf16 instead of torch/fp8_block128, "
+        "13.5 us a step slower as predicted (so)"
+    )
+    # A star stands where they differ, and nowhere else.
+    fixed = tuple(torchao_plan.Loss(f"layers.2.towers.{j}.up", "output", "a", BF16, "so", 0.0) for j in range(5))
+    assert list(torchao_plan.Plan({}, frozenset(), {}, fixed).notes()) == [
+        "output of layers.2.towers.*.up (5 sites): torch/bf16 instead of a (so)"
+    ]
 
 
 def test_what_torchao_cannot_run_is_what_was_decided_for_it(load):
