@@ -129,9 +129,8 @@ def _named(sites: list[str]) -> str:
     alike: dict[str, list[str]] = {}
     for site in sites:
         alike.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", site), []).append(site)
-    return ", ".join(
-        ", ".join(some) if len(some) <= _FEW else f"{_in_common(some)} ({len(some)} sites)" for some in alike.values()
-    )
+    words = (some if len(some) <= _FEW else [f"{_in_common(some)} ({len(some)} sites)"] for some in alike.values())
+    return ", ".join(chain.from_iterable(words))
 
 
 def _in_common(sites: list[str]) -> str:
