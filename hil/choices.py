@@ -309,6 +309,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    begun = {name: choice for name in kernels if start and (choice := _choice_of(start, name))}
+    for name, choice in begun.items():
+        if options.experts > (number := len(teaching.networks_of(choice.network))) and options.experts % number:
+            parser.error(f"--experts {options.experts} is no multiple of the {number} networks of {name} in --start")
 
     import torch
 
@@ -323,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 3
         asked_before = [*earlier, *([pd.read_parquet(careful, columns=SHAPE)] if careful.is_file() else [])]
         known = np.unique(np.concatenate([np.empty(0, dtype=np.uint64), *map(keys_of, asked_before)]))
-        told = {name: choice for name in kernels if options.sure < 1 and start and (choice := _choice_of(start, name))}
+        told = begun if options.sure < 1 else {}
         asking = (known, 60 * options.minutes, options.most, told, spec, options.sure, options.large)
         jobs = [(kernels, number, options.seed, *asking) for number in range(options.workers)]
         if options.answers is not None:

@@ -289,6 +289,7 @@ def test_answers_of_earlier_runs_are_learned_from_and_not_asked_again(library, t
         ["--keep", "1"],
         ["--keep", "0.5"],
         ["--epochs", "0"],
+        ["--start", "h200", "--experts", "6", "--kernels", KERNEL],
         ["--earlier", str(tmp_path / "none.parquet")],
     ):
         with pytest.raises(SystemExit):
@@ -297,6 +298,7 @@ def test_answers_of_earlier_runs_are_learned_from_and_not_asked_again(library, t
     for why in (
         "none.parquet is not there", "--sure 2 is no share", "--sure is of what the networks of --start know",
         "--keep 1 is no share", "--keep is of the networks of --start",
+        f"--experts 6 is no multiple of the 4 networks of {KERNEL} in --start",
     ):  # fmt: skip
         assert why in printed
 
