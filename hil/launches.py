@@ -249,31 +249,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=60000, help="shapes to draw (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=9001)
     draws = parser.add_mutually_exclusive_group()
-    draws.add_argument(
-        "--odd", dest="which", action="store_const", const="odd", default="layers",
-        help="shapes of any sizes (hil.shapes.odd_shapes and odd_batched_shapes)",
-    )  # fmt: skip
-    draws.add_argument(
-        "--large",
-        dest="which",
-        action="store_const",
-        const="large",
-        help="shapes of the largest batches (hil.shapes.large_shapes)",
-    )
-    draws.add_argument(
-        "--few",
-        dest="which",
-        action="store_const",
-        const="few",
-        help="products in few groups of any sizes (hil.shapes.tower_shapes)",
-    )
-    draws.add_argument(
-        "--short",
-        dest="which",
-        action="store_const",
-        const="short",
-        help="large results of a short K (hil.shapes.short_shapes)",
-    )
+    for which, of in (
+        ("odd", "shapes of any sizes (hil.shapes.odd_shapes and odd_batched_shapes)"),
+        ("large", "shapes of the largest batches (hil.shapes.large_shapes)"),
+        ("few", "products in few groups of any sizes (hil.shapes.tower_shapes)"),
+        ("short", "large results of a short K (hil.shapes.short_shapes)"),
+    ):
+        draws.add_argument(f"--{which}", dest="which", action="store_const", const=which, default="layers", help=of)
     parser.add_argument(
         "--minutes", type=float, default=5.0, help="stop in time and keep what is measured (default: %(default)s)"
     )

@@ -20,6 +20,7 @@ import numpy as np
 from loka_sim.errors import DataError, UserError
 from loka_sim.files import write_bytes_atomic, write_text_atomic
 from loka_sim.modelspec import ModelSpec
+from loka_sim.site_names import role
 from numerics.distributions import TensorStatistics
 from numerics.gradient import GradientSignal
 from numerics.pair import PairStatistics
@@ -161,13 +162,13 @@ def match(spec: ModelSpec, statistics: Statistics) -> dict[str, tuple[SiteStatis
     """
     by_role: dict[str, list[str]] = {}
     for name in statistics.sites:
-        by_role.setdefault(_role(name), []).append(name)
+        by_role.setdefault(role(name), []).append(name)
     found: dict[str, tuple[SiteStatistics, str]] = {}
     missing = []
     for site in spec.sites:
         if site.name in statistics.sites:
             found[site.name] = (statistics.sites[site.name], "exact")
-        elif candidates := by_role.get(_role(site.name)):
+        elif candidates := by_role.get(role(site.name)):
             nearest = min(candidates, key=lambda name: (_distance(name, site.name), _indices(name)))
             found[site.name] = (statistics.sites[nearest], "role")
         else:
@@ -179,10 +180,6 @@ def match(spec: ModelSpec, statistics: Statistics) -> dict[str, tuple[SiteStatis
             " give statistics collected from this model"
         )
     return found
-
-
-def _role(name: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.#])", "*", name)
 
 
 @lru_cache(maxsize=4096)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
@@ -109,17 +108,6 @@ def shorten(text: str, width: int) -> str:
             return cut
     head = (width - 1) // 3
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
-
-
-def role(name: str) -> str:
-    """A site's name with a star for every layer index: `layers.*.fmb.mlp.*`."""
-    return re.sub(r"(?<![^.])\d+(?![^.#])", "*", name)
-
-
-def common_name(names: Sequence[str]) -> str:
-    """The name of sites of one role: `layers.*.fmb.mlp.0`, a star where their indices differ."""
-    parts = zip(*(name.split(".") for name in names), strict=True)
-    return ".".join(some[0] if len(set(some)) == 1 else "*" for some in parts)
 
 
 def figure(value: float) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from loka_sim.cli.output import Style, common_name, figure, role, shorten, statements, table, wrap
+from loka_sim.cli.output import Style, figure, shorten, statements, table, wrap
 from loka_sim.modelspec import PASSES
+from loka_sim.site_names import common_name, role
 
 STATUS_WORDS = {"fast": "fast", "not_worth_it": "not worth it", "unsafe": "unsafe", "illegal": "illegal"}
 _COLOURS = {"fast": "green", "not_worth_it": "dim", "unsafe": "yellow", "illegal": "dim"}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from loka_sim.cli.output import Style, common_name, figure, role, shorten, table, wrap
+from loka_sim.cli.output import Style, figure, shorten, table, wrap
 from loka_sim.cli.screen import STATUS_WORDS, kernel_word
+from loka_sim.site_names import common_name, role
 
 _TOP = 8
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from loka_sim.dispatch.operands import Toolbox
 from loka_sim.modelspec import PASSES
+from loka_sim.site_names import common_name
 from perfmodel.kernels import KERNELS
 
 OPERANDS = {
@@ -129,14 +130,8 @@ def _named(sites: list[str]) -> str:
     alike: dict[str, list[str]] = {}
     for site in sites:
         alike.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", site), []).append(site)
-    words = (some if len(some) <= _FEW else [f"{_in_common(some)} ({len(some)} sites)"] for some in alike.values())
+    words = (some if len(some) <= _FEW else [f"{common_name(some)} ({len(some)} sites)"] for some in alike.values())
     return ", ".join(chain.from_iterable(words))
-
-
-def _in_common(sites: list[str]) -> str:
-    """Names of as many parts as one, a star where they differ."""
-    parts = zip(*(site.split(".") for site in sites), strict=True)
-    return ".".join(some[0] if len(set(some)) == 1 else "*" for some in parts)
 
 
 def plan(table: dict[str, Any]) -> Plan:
