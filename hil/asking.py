@@ -34,6 +34,8 @@ _DRAWN, _MOST_OUTPUTS, _KEPT_BYTES = (600, 1200, 500, 400, 400), 2**29, 5e9
 # Likewise of the largest calls: values of a result, and of both halves of the operands.
 _LARGE_OUTPUTS, _LARGE_POOL = 2**30, 2**32
 _KERNEL_NODE, _MEMSET_NODE, _RELAXED = 0, 2, 2
+# Calls in one graph.
+_TOGETHER = 64
 
 
 class _Node(ctypes.Structure):
@@ -68,19 +70,45 @@ class Recorder:
         Raises:
             RuntimeError: the call or its capture fails.
         """
-        stream, graph = ctypes.c_void_p(self.stream.cuda_stream), ctypes.c_void_p()
+        (found,) = self.names_of_each([launch])
+        if found is None:
+            raise RuntimeError("the call cannot be captured")
+        return found
+
+    def names_of_each(self, launches: Sequence[Callable[[], Any]]) -> list[list[str] | None]:
+        """`names` of several calls captured together, which is quicker; None for one that fails.
+
+        Raises:
+            RuntimeError: the capture fails.
+        """
+        stream, graph, total = ctypes.c_void_p(self.stream.cuda_stream), ctypes.c_void_p(), ctypes.c_size_t()
+        status, number = ctypes.c_int(), ctypes.c_ulonglong()
+        ends, failed = [0], list[bool]()
         self._call("cuStreamBeginCapture_v2", stream, _RELAXED)
         try:
-            launch()
+            for launch in launches:
+                try:
+                    launch()
+                    failed.append(False)
+                except (RuntimeError, ValueError):
+                    failed.append(True)
+                found = ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph)
+                self._call("cuStreamGetCaptureInfo_v2", stream, *found, None, None)
+                self._call("cuGraphGetNodes", graph, None, ctypes.byref(total))
+                ends.append(total.value)
         finally:
-            status = self._driver.cuStreamEndCapture(stream, ctypes.byref(graph))
-        if status:
-            raise RuntimeError(f"cuStreamEndCapture fails with {status}")
+            ended = self._driver.cuStreamEndCapture(stream, ctypes.byref(graph))
+        if ended:
+            raise RuntimeError(f"cuStreamEndCapture fails with {ended}")
         try:
-            number = ctypes.c_size_t(16)
-            nodes = (ctypes.c_void_p * number.value)()
-            self._call("cuGraphGetNodes", graph, nodes, ctypes.byref(number))
-            return [name for node in nodes[: number.value] if (name := self._name(ctypes.c_void_p(node)))]
+            nodes = (ctypes.c_void_p * max(1, total.value))()
+            self._call("cuGraphGetNodes", graph, nodes, ctypes.byref(total))
+            # In the order in which they were added.
+            names = [self._name(ctypes.c_void_p(node)) for node in nodes[: total.value]]
+            return [
+                None if fails else [name for name in names[begin:end] if name]
+                for fails, begin, end in zip(failed, ends, ends[1:], strict=False)
+            ]
         finally:
             self._driver.cuGraphDestroy(graph)
 
@@ -112,6 +140,14 @@ def shapes_to_ask(kernels: Sequence[str], seed: int, large: bool = False) -> lis
 def keys_of(shapes: pd.DataFrame) -> npt.NDArray[np.uint64]:
     """A number for each row's shape, (rows,), equal for equal shapes: two million of them are quickly sent to a process."""
     return np.asarray(pd.util.hash_pandas_object(shapes[SHAPE].astype(np.int64), index=False), dtype=np.uint64)
+
+
+def _launch(kernel: str, shape: Shape, pool: BufferPool) -> Callable[[], Any]:
+    """A call to record, which takes memory for scales now and not when it is captured."""
+    from hil.kernels import RUNNERS
+
+    bound = RUNNERS[kernel].bind(shape, pool)
+    return lambda: bound(0)
 
 
 def worth_asking(
@@ -178,26 +214,28 @@ def answers(
                 if told and hardware and name in told
             }
             keys = keys_of(frame)
+            calls = list[tuple[str, Shape]]()
             for place, (shape, key, left_out) in enumerate(
                 zip(drawn_now, keys.tolist(), np.isin(keys, known).tolist(), strict=True)
             ):
-                if time.time() > until or len(rows) >= most:
-                    found_rows = pd.DataFrame(rows, columns=["kernel", *SHAPE])
-                    return found_rows.assign(**dict(zip(PARTS, np.array(parts).reshape(-1, len(PARTS)).T, strict=True)))
                 if left_out or key in seen or shape.groups * shape.m * shape.n > most_outputs:
                     continue
                 seen.add(key)
-                for name in kernels:
-                    if takes(name, shape) and (name not in wanted or wanted[name][place]):
-                        try:
-                            launch = RUNNERS[name].bind(shape, pool)
-                            found = tuple(recorder.names(lambda bound=launch: bound(0)))  # type: ignore[misc]
-                        except (RuntimeError, ValueError):
-                            continue
-                        if found not in encoded:
-                            encoded[found] = parts_of(found)
-                        rows.append((name, shape.m, shape.n, shape.k, shape.groups))
-                        parts.append(encoded[found])
+                calls += [(name, shape) for name in kernels if takes(name, shape) and (name not in wanted or wanted[name][place])]
+            for first_call in range(0, len(calls), _TOGETHER):
+                some = calls[first_call : first_call + _TOGETHER]
+                if time.time() > until or len(rows) >= most:
+                    found_rows = pd.DataFrame(rows, columns=["kernel", *SHAPE])
+                    return found_rows.assign(**dict(zip(PARTS, np.array(parts).reshape(-1, len(PARTS)).T, strict=True)))
+                told_now = recorder.names_of_each([_launch(*call, pool) for call in some])
+                for (name, shape), names in zip(some, told_now, strict=True):
+                    if names is None:
+                        continue
+                    found = tuple(names)
+                    if found not in encoded:
+                        encoded[found] = parts_of(found)
+                    rows.append((name, shape.m, shape.n, shape.k, shape.groups))
+                    parts.append(encoded[found])
             if torch.cuda.memory_reserved() > _KEPT_BYTES:
                 torch.cuda.empty_cache()
     raise AssertionError
