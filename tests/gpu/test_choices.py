@@ -1,6 +1,7 @@
 """What a call launches, by its captured graph, against what runs, by torch's profiler."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -33,3 +34,31 @@ def test_captured_names_are_those_of_the_kernels_that_run(name):
         assert len(captured) == len(ran), (shape, captured, ran)
         for told, real in zip(captured, ran, strict=True):
             assert told == real if "nvjet" in real else ("Memset" in real) == (told == "memset"), (shape, captured, ran)
+
+
+def test_calls_captured_together_are_named_as_each_by_itself():
+    draw, pool, recorder = random.SystemRandom(), BufferPool(elements=2**27), Recorder()
+    for name in KERNELS_ASKED:
+        products = 1 if KERNELS[name].kind == "gemm" else 7
+        step = max(16, KERNELS[name].multiple_n)
+        shapes = [Shape(*(step * draw.randint(1, 40) for _ in range(3)), products) for _ in range(20)]
+        calls = [partial(RUNNERS[name].bind(shape, pool), 0) for shape in shapes]
+        with torch.cuda.stream(recorder.stream):
+            calls[0]()
+            torch.cuda.synchronize()
+            assert recorder.names_of_each(calls) == [recorder.names(call) for call in calls]
+
+
+def test_a_call_that_fails_does_not_take_its_neighbours_along():
+    def fails():
+        raise RuntimeError
+
+    pool, recorder = BufferPool(elements=2**22), Recorder()
+    call = RUNNERS["torch/bf16"].bind(Shape(256, 256, 256), pool)
+    with torch.cuda.stream(recorder.stream):
+        call(0)
+        torch.cuda.synchronize()
+        alone = recorder.names(lambda: call(0))
+        assert recorder.names_of_each([lambda: call(0), fails, lambda: call(0)]) == [alone, None, alone]
+        with pytest.raises(RuntimeError, match="cannot be captured"):
+            recorder.names(fails)
