@@ -1,6 +1,6 @@
 """How often the kernel that cuBLAS takes is told rightly, and how far off times would be were it told rightly everywhere.
 
-    python benchmarks/told_kernels.py [--hardware h100]
+    python benchmarks/told_kernels.py [--hardware h200]
 
 By what cuBLAS answered on the GPU for the shapes of careful timings, which no network learned from
 (`data/<hardware>/choices/asked.parquet`). The first table has the share told rightly: of the shapes that are fitted, of fresh
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     path = data_folder() / options.hardware / "choices" / "asked.parquet"
     if not path.is_file():
-        print(f"{path} is not there: cuBLAS was asked on an H100 alone", file=sys.stderr)
+        print(f"{path} is not there: python -m hil.asked --out {path.parent.parent} asks on such a GPU", file=sys.stderr)
         return 3
     model, answers, timings = perfmodel.load(options.hardware), pd.read_parquet(path), fit.read_timings(options.hardware)
     key = ["kernel", *SHAPE]

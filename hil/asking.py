@@ -104,8 +104,9 @@ class Recorder:
         if ended:
             raise RuntimeError(f"cuStreamEndCapture fails with {ended}")
         try:
-            nodes = (ctypes.c_void_p * max(1, total.value))()
-            self._call("cuGraphGetNodes", graph, nodes, ctypes.byref(total))
+            nodes = (ctypes.c_void_p * total.value)()
+            if total.value:
+                self._call("cuGraphGetNodes", graph, nodes, ctypes.byref(total))
             # In the order in which they were added.
             names = [self._name(ctypes.c_void_p(node)) for node in nodes[: total.value]]
             return [
@@ -143,6 +144,42 @@ def shapes_to_ask(kernels: Sequence[str], seed: int, large: bool = False) -> lis
 def keys_of(shapes: pd.DataFrame) -> npt.NDArray[np.uint64]:
     """A number for each row's shape, (rows,), equal for equal shapes: two million of them are quickly sent to a process."""
     return np.asarray(pd.util.hash_pandas_object(shapes[SHAPE].astype(np.int64), index=False), dtype=np.uint64)
+
+
+class _Answers:
+    """What a recorder was told, call by call.
+
+    Attributes:
+        rows: Kernels and shapes of those that did not fail.
+    """
+
+    def __init__(self, recorder: Recorder, pool: BufferPool) -> None:
+        """Begin with none."""
+        self._recorder, self._pool = recorder, pool
+        self.rows: list[tuple[str, int, int, int, int]] = []
+        self._parts: list[tuple[int, ...]] = []
+        self._encoded: dict[tuple[str, ...], tuple[int, ...]] = {}
+
+    def add(self, calls: Sequence[tuple[str, Shape]]) -> None:
+        """Ask about a few calls, in one graph."""
+        import torch
+
+        launches = [_launch(*call, self._pool) for call in calls]
+        for (name, shape), names in zip(calls, self._recorder.names_of_each(launches), strict=True):
+            if names is None:
+                continue
+            found = tuple(names)
+            if found not in self._encoded:
+                self._encoded[found] = parts_of(found)
+            self.rows.append((name, shape.m, shape.n, shape.k, shape.groups))
+            self._parts.append(self._encoded[found])
+        if torch.cuda.memory_reserved() > _KEPT_BYTES:
+            torch.cuda.empty_cache()
+
+    def table(self) -> pd.DataFrame:
+        """Rows of `kernel`, the shape and `PARTS`."""
+        found = pd.DataFrame(self.rows, columns=["kernel", *SHAPE])
+        return found.assign(**dict(zip(PARTS, np.array(self._parts).reshape(-1, len(PARTS)).T, strict=True)))
 
 
 def _are_among(keys: npt.NDArray[np.uint64], known: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
@@ -198,21 +235,14 @@ def answers(
     """
     import torch
 
-    from hil.kernels import RUNNERS
-
     until, most_outputs = time.time() + seconds, _LARGE_OUTPUTS if large else _MOST_OUTPUTS
-    rows: list[tuple[str, int, int, int, int]] = []
-    parts: list[tuple[int, ...]] = []
     recorder, pool = Recorder(), BufferPool(elements=_LARGE_POOL if large else POOL_ELEMENTS)
-    encoded: dict[tuple[str, ...], tuple[int, ...]] = {}
-    seen, known = set[int](), np.sort(known)
-    small, generator = Shape(256, 256, 256, 1), np.random.default_rng([seed, number])
+    told_now = _Answers(recorder, pool)
+    seen, known, generator = set[int](), np.sort(known), np.random.default_rng([seed, number])
     # Far from those of other processes and of runs with other seeds.
     first = int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0])
     with torch.cuda.stream(recorder.stream):
-        for name in kernels:
-            RUNNERS[name].bind(replace(small, groups=2) if name == _BATCHED else small, pool)(0)
-        torch.cuda.synchronize()
+        _call_once(kernels, pool)
         for turn in range(1_000_000):
             drawn_now = shapes_to_ask(kernels, first + 10 * turn, large)
             frame = pd.DataFrame([(s.m, s.n, s.k, s.groups) for s in drawn_now], columns=SHAPE)
@@ -231,19 +261,33 @@ def answers(
                 seen.add(key)
                 calls += [(name, shape) for name in kernels if takes(name, shape) and (name not in wanted or wanted[name][place])]
             for first_call in range(0, len(calls), _TOGETHER):
-                some = calls[first_call : first_call + min(_TOGETHER, most - len(rows))]
-                if time.time() > until or len(rows) >= most:
-                    found_rows = pd.DataFrame(rows, columns=["kernel", *SHAPE])
-                    return found_rows.assign(**dict(zip(PARTS, np.array(parts).reshape(-1, len(PARTS)).T, strict=True)))
-                told_now = recorder.names_of_each([_launch(*call, pool) for call in some])
-                for (name, shape), names in zip(some, told_now, strict=True):
-                    if names is None:
-                        continue
-                    found = tuple(names)
-                    if found not in encoded:
-                        encoded[found] = parts_of(found)
-                    rows.append((name, shape.m, shape.n, shape.k, shape.groups))
-                    parts.append(encoded[found])
-            if torch.cuda.memory_reserved() > _KEPT_BYTES:
-                torch.cuda.empty_cache()
+                some = calls[first_call : first_call + min(_TOGETHER, most - len(told_now.rows))]
+                if time.time() > until or not some:
+                    return told_now.table()
+                told_now.add(some)
     raise AssertionError
+
+
+def asked_of(calls: Sequence[tuple[str, Shape]]) -> pd.DataFrame:
+    """What is told of these calls of `KERNELS_ASKED`: rows of `kernel`, the shape and `PARTS`, without those that fail."""
+    import torch
+
+    recorder, pool = Recorder(), BufferPool()
+    told = _Answers(recorder, pool)
+    with torch.cuda.stream(recorder.stream):
+        _call_once(tuple({name for name, _ in calls}), pool)
+        for start in range(0, len(calls), _TOGETHER):
+            told.add(calls[start : start + _TOGETHER])
+    return told.table()
+
+
+def _call_once(kernels: Sequence[str], pool: BufferPool) -> None:
+    """What a kernel's first call does beside it must not be captured."""
+    import torch
+
+    from hil.kernels import RUNNERS
+
+    small = Shape(256, 256, 256, 1)
+    for name in kernels:
+        RUNNERS[name].bind(replace(small, groups=2) if name == _BATCHED else small, pool)(0)
+    torch.cuda.synchronize()

@@ -17,12 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 told_kernels = importlib.import_module("told_kernels")
 
 
+@pytest.mark.parametrize("hardware", ["h100", "h200"])
 @pytest.mark.parametrize("kernel", ["torch/bf16_batched", "torch/fp8_tensorwise_fast"])
-def test_told_what_the_network_tells_times_are_those_of_the_model(kernel):
-    path = data_folder() / "h100" / "choices" / "asked.parquet"
+def test_told_what_the_network_tells_times_are_those_of_the_model(kernel, hardware):
+    path = data_folder() / hardware / "choices" / "asked.parquet"
     if not path.is_file():
         pytest.skip("the package came without what cuBLAS answered")
-    model, answers = perfmodel.load("h100"), pd.read_parquet(path)
+    model, answers = perfmodel.load(hardware), pd.read_parquet(path)
     rows = answers[answers["kernel"] == kernel].sample(400, random_state=0).reset_index(drop=True)
     right = told_kernels.is_right(model, kernel, rows)
     told, doubt = model.choice(kernel).told(asked(kernel, *columns_of(rows), model.hardware))

@@ -10,6 +10,7 @@ import pytest
 
 import hil.fingerprint
 import hil.kernels
+from hil import asked as careful
 from hil import asking, choices
 from hil.kernels.base import Shape
 from perfmodel import hardware
@@ -66,7 +67,7 @@ def library(monkeypatch):
         return type("Runner", (), {"bind": staticmethod(bind)})
 
     monkeypatch.setattr(asking, "Recorder", Recorder)
-    monkeypatch.setattr(asking, "BufferPool", lambda elements: None)
+    monkeypatch.setattr(asking, "BufferPool", lambda elements=0: None)
     monkeypatch.setattr(hil.kernels, "RUNNERS", {name: runner(name) for name in asking.KERNELS_ASKED})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
@@ -386,3 +387,29 @@ def test_without_a_gpu_it_says_so(tmp_path, capsys):
         pytest.skip("there is a GPU")
     assert choices.main(["--out", str(tmp_path)]) == 3
     assert "no CUDA GPU here" in capsys.readouterr().err
+
+
+def test_careful_calls_are_asked_each_once_and_written_with_what_asked(library, tmp_path, monkeypatch):
+    monkeypatch.setattr(careful, "has_gpu", lambda: True)
+    monkeypatch.setattr(careful, "fingerprint", lambda: {"gpu": "of ours"})
+    known = [(KERNEL, 4096, 512, 1024, 1), (KERNEL, 64, 64, 64, 1), ("torch/bf16_batched", 64, 32, 32, 9)]
+    left_out = [
+        ("torch/fp8_rowwise_fast", 4096, 512, 1024, 1),  # cuBLAS does not choose
+        (KERNEL, 2**20, 1024, 64, 1),  # a result of more values than others have
+        (KERNEL, 4096, 16, 1024, 1),  # refused by this library
+    ]
+    frame = pd.DataFrame([*known, *known, *left_out], columns=["kernel", "m", "n", "k", "groups"])
+    frame.to_parquet(tmp_path / "gemm.parquet")
+    assert careful.main(["--out", str(tmp_path)]) == 0
+    written = pd.read_parquet(tmp_path / "choices" / "asked.parquet")
+    assert sorted(written[["kernel", "m", "n", "k", "groups"]].itertuples(index=False, name=None)) == sorted(known)
+    for row in written.itertuples():
+        assert tuple(row[6:]) == parts_of(rule(row.kernel, Shape(row.m, row.n, row.k, row.groups)))
+    sidecar = json.loads((tmp_path / "choices" / "asked.json").read_text())
+    assert sidecar["rows"] == 3 and sidecar["run"] == {"command": f"python -m hil.asked --out {tmp_path}", "gpu": "of ours"}
+
+
+def test_careful_calls_without_timings_are_refused_in_a_line(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        careful.main(["--out", str(tmp_path)])
+    assert "no gemm.parquet" in capsys.readouterr().err
