@@ -65,7 +65,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not has_gpu():
         return 3
     calls = careful_calls(pd.read_parquet(timings, columns=["kernel", *SHAPE]))
-    print(f"{len(calls)} calls", file=sys.stderr)
     answers = asked_of(calls)
     command = f"python -m hil.asked --out {options.out}"
     write(options.out, answers.sort_values(["kernel", *SHAPE], ignore_index=True), {"command": command, **fingerprint()})

@@ -9,6 +9,7 @@ are drawn as `hil.launches` draws them. `hil.choices` teaches networks the answe
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -269,7 +270,10 @@ def answers(
 
 
 def asked_of(calls: Sequence[tuple[str, Shape]]) -> pd.DataFrame:
-    """What is told of these calls of `KERNELS_ASKED`: rows of `kernel`, the shape and `PARTS`, without those that fail."""
+    """What is told of these calls of `KERNELS_ASKED`: rows of `kernel`, the shape and `PARTS`, without those that fail.
+
+    Progress goes to stderr: an H100 takes 28 s for 68,602.
+    """
     import torch
 
     recorder, pool = Recorder(), BufferPool()
@@ -278,6 +282,9 @@ def asked_of(calls: Sequence[tuple[str, Shape]]) -> pd.DataFrame:
         _call_once(tuple({name for name, _ in calls}), pool)
         for start in range(0, len(calls), _TOGETHER):
             told.add(calls[start : start + _TOGETHER])
+            if start % (100 * _TOGETHER) == 0:
+                print(f"\r{start} of {len(calls)} calls", end="", file=sys.stderr, flush=True)
+    print(f"\r{len(calls)} calls     ", file=sys.stderr)
     return told.table()
 
 

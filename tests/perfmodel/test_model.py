@@ -3,9 +3,11 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 import xgboost
 
@@ -219,8 +221,9 @@ def test_an_explanation_says_where_little_is_known_around_a_call(model):
     assert few.wider_where_few in powers and few.wider_where_few > 1.2 and few.outside == () and few.gap_octaves == 0
     assert f"calls like it are less well known: an interval {few.wider_where_few:.1f} times as wide" in few.words()
     entry = model.manifest["kernels"]["torch/bf16_batched"]
-    assert few.wider_in_few_groups == entry["wider_in_few_groups"] > 1.05
-    assert f"products in few groups are less well known: an interval {few.wider_in_few_groups:.1f} times as wide" in few.words()
+    assert few.wider_in_few_groups == entry["wider_in_few_groups"] != 1
+    wider, narrower = (replace(few, wider_in_few_groups=power).words() for power in (1.3, 0.9))
+    assert "products in few groups are less well known: an interval 1.3 times as wide" in wider and "few groups" not in narrower
     low, high = entry["interval_factors"][size_class(np.array([few.time_us]))[0]]
     power = few.wider * max(few.wider_beyond, few.wider_where_few) * few.wider_in_few_groups
     assert (few.low_us, few.high_us) == pytest.approx((few.time_us * low**power, few.time_us * high**power))
@@ -398,7 +401,8 @@ def test_choice_regret_by_hand():
 def test_sidecars_say_where_the_data_came_from():
     for name in ("gemm", "memory", "collectives", "launches"):
         sidecar = json.loads((data_folder() / "h200" / f"{name}.json").read_text())
-        table = pd.read_parquet(data_folder() / "h200" / f"{name}.parquet")
-        assert sum(run["rows"] for run in sidecar["runs"]) == len(table)
+        # A file of launches that is full is followed by another.
+        files = [path for path in (data_folder() / "h200").glob("*.parquet") if path.stem.rstrip("0123456789") == name]
+        assert sum(run["rows"] for run in sidecar["runs"]) == sum(pq.read_metadata(path).num_rows for path in files)
         for run in sidecar["runs"]:
             assert run["gpu"] == "NVIDIA H200" and run["driver"] and run["torch"] and run["command"]
