@@ -32,9 +32,9 @@ def accuracy() -> str:
     return table(json.loads((data_folder() / "h200" / "models" / "manifest.json").read_text()))
 
 
-def fresh(hardware: str = "h200", section: str = "fresh") -> str:
-    """The time model of a GPU on its sweeps that no fit saw; `sweeps` is one by one."""
-    command = [sys.executable, str(Path(__file__).with_name("time_model.py")), section, "--hardware", hardware]
+def fresh(hardware: str, *sections: str) -> str:
+    """The time model of a GPU on its sweeps that no fit saw: sections `sweeps`, one by one, then `fresh`, in one table."""
+    command = [sys.executable, str(Path(__file__).with_name("time_model.py")), *sections, "--hardware", hardware]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -75,9 +75,9 @@ def main() -> int:
     """Rewrite the blocks."""
     for name, make in (
         ("whatif", first_screen),
-        ("fresh", fresh),
-        ("fresh_h100", lambda: fresh("h100")),
-        ("sweeps", lambda: fresh(section="sweeps")),
+        ("fresh", lambda: fresh("h200", "fresh")),
+        ("fresh_h100", lambda: fresh("h100", "fresh")),
+        ("sweeps", lambda: fresh("h200", "sweeps")),
         ("fit", accuracy),
         ("exactness", exactness),
         ("choice", choice),

@@ -309,11 +309,12 @@ def test_launches_of_measured_shapes_are_not_learned_from():
     timings = fit.read_timings("h200")
     launches = fit.read_launches(timings, data_folder() / "h200")
     assert len(launches) > 100_000
-    known = set(map(tuple, timings[SHAPE].to_numpy()))
-    assert not known & set(map(tuple, launches[SHAPE].to_numpy()))
+    # Of millions of rows sets of tuples would take half a minute.
+    assert launches[SHAPE].drop_duplicates().merge(timings[SHAPE]).empty
     some = launches.head(50)
+    assert not launches[SHAPE].merge(some[SHAPE]).empty
     fewer = fit.read_launches(pd.concat([timings, some.assign(sweep="zoo", p50_us=1.0)]), data_folder() / "h200")
-    assert not set(map(tuple, some[SHAPE].to_numpy())) & set(map(tuple, fewer[SHAPE].to_numpy()))
+    assert fewer is not None and fewer[SHAPE].merge(some[SHAPE]).empty
 
 
 def test_a_folder_without_launches_has_none(tmp_path):
