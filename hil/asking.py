@@ -272,7 +272,7 @@ def answers(
 def asked_of(calls: Sequence[tuple[str, Shape]]) -> pd.DataFrame:
     """What is told of these calls of `KERNELS_ASKED`: rows of `kernel`, the shape and `PARTS`, without those that fail.
 
-    Progress goes to stderr: an H100 takes 28 s for 68,602.
+    Progress goes to stderr: an H100 takes 28 s for 68,602 (`python -m hil.asked --out data/h100`).
     """
     import torch
 
@@ -284,7 +284,7 @@ def asked_of(calls: Sequence[tuple[str, Shape]]) -> pd.DataFrame:
             told.add(calls[start : start + _TOGETHER])
             if start % (100 * _TOGETHER) == 0:
                 print(f"\r{start} of {len(calls)} calls", end="", file=sys.stderr, flush=True)
-    print(f"\r{len(calls)} calls     ", file=sys.stderr)
+    print(f"\r{len(calls)} of {len(calls)} calls", file=sys.stderr)
     return told.table()
 
 

@@ -18,6 +18,7 @@ from perfmodel.features import DOUBTED, features
 from perfmodel.fit import HELD_OUT_SWEEPS, NEVER_SEEN, read_timings
 from perfmodel.held_out import choice_regret, class_profile, folds_of, interval_factors
 from perfmodel.judge import SHAPE
+from perfmodel.measured import launch_files
 from perfmodel.model import PerfModel, model_file, network_file
 from perfmodel.network import Network
 from perfmodel.packed import unpack
@@ -399,10 +400,10 @@ def test_choice_regret_by_hand():
 
 
 def test_sidecars_say_where_the_data_came_from():
+    folder = data_folder() / "h200"
     for name in ("gemm", "memory", "collectives", "launches"):
-        sidecar = json.loads((data_folder() / "h200" / f"{name}.json").read_text())
-        # A file of launches that is full is followed by another.
-        files = [path for path in (data_folder() / "h200").glob("*.parquet") if path.stem.rstrip("0123456789") == name]
+        sidecar = json.loads((folder / f"{name}.json").read_text())
+        files = launch_files(folder) if name == "launches" else [folder / f"{name}.parquet"]
         assert sum(run["rows"] for run in sidecar["runs"]) == sum(pq.read_metadata(path).num_rows for path in files)
         for run in sidecar["runs"]:
             assert run["gpu"] == "NVIDIA H200" and run["driver"] and run["torch"] and run["command"]
