@@ -18,7 +18,7 @@ from perfmodel import fit
 from perfmodel.calls import columns_of
 from perfmodel.cells import EACH, FEW, WELL_KNOWN
 from perfmodel.choice import DOUBT
-from perfmodel.fresh import family_of, of_model
+from perfmodel.fresh import WRITTEN, family_of, of_model
 from perfmodel.held_out import accuracy, choice_regret
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import KERNELS
@@ -35,7 +35,7 @@ DRAWN = "Fresh shapes or operands"
 TITLES = {
     "zoo": "Whole models", "blind": "Fresh shapes, of many processes", "blind2": "Fresh shapes, of many processes",
     "blind4": "Fresh shapes of `collect --gpu`", "blind14": "Shapes of any sizes",
-    "blind15": "Shapes of any sizes as people write them", "blind16": "Shapes of any sizes as people write them",
+    **dict.fromkeys(("blind15", "blind16", "blind19", "blind20"), "Shapes of any sizes as people write them"),
     "blind_long": "Few products of long K", "blind_towers": "Few products of any sizes",
     "blind_towers2": "Few products of any sizes", "zoo_large": "Whole models' largest calls", "blind_large": "The largest calls",
     "blind_memory8": "Operands of the largest batches",
@@ -52,7 +52,7 @@ FEW_PRODUCTS = ("blind_long", "blind_towers", "blind_towers2")
 # And those of which each kernel has few, by what they are: of the largest batches; of any sizes, drawn unlike what was fitted.
 APART = {
     **dict.fromkeys(("zoo_large", "blind_large", "blind_memory8"), "large"),
-    **dict.fromkeys(("blind14", "blind15", "blind16"), "any sizes"),
+    **dict.fromkeys(WRITTEN, "any sizes"),
 }
 
 

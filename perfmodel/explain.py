@@ -12,7 +12,16 @@ import pandas as pd
 from perfmodel.calls import columns_of
 from perfmodel.choice import are_largest
 from perfmodel.model import PerfModel
-from perfmodel.prediction import LAUNCH_FLOOR_US, baseline_us, few_neighbours, gap_octaves, in_few_groups, no_less, wider_beyond
+from perfmodel.prediction import (
+    LAUNCH_FLOOR_US,
+    baseline_us,
+    by_digits,
+    few_neighbours,
+    gap_octaves,
+    in_few_groups,
+    no_less,
+    wider_beyond,
+)
 from perfmodel.roofline import limits_us
 
 
@@ -42,6 +51,8 @@ class Explanation:
         wider_where_largest: By what that power is raised for one of the largest calls (`perfmodel.choice.are_largest`), of
             which few were timed; 1 where it is none.
         wider_in_few_groups: Likewise for one of products in few groups (`perfmodel.prediction.in_few_groups`); 1 elsewhere.
+        wider_by_digits: Likewise for how many binary digits its sizes take (`perfmodel.prediction.digits`): less than 1 for round
+            ones, of which most is known; 1 of what is no GEMM, and of the largest calls.
         gap_octaves: By how many octaves it lies in a hole between calls that were measured (`perfmodel.cells`); 0 outside one.
     """
 
@@ -63,6 +74,7 @@ class Explanation:
     wider_where_few: float
     wider_where_largest: float
     wider_in_few_groups: float
+    wider_by_digits: float
     gap_octaves: float
 
     @property
@@ -103,6 +115,9 @@ class Explanation:
             lines.append(
                 f"  products in few groups are less well known: an interval {self.wider_in_few_groups:.1f} times as wide"
             )
+        if round(self.wider_by_digits, 1) != 1.0:
+            kind = "round" if self.wider_by_digits < 1 else "not round"
+            lines.append(f"  its sizes are {kind}: an interval {self.wider_by_digits:.1f} times as wide")
         if self.correction != 1.0:
             lines.append(f"  measurements on this machine: {self.correction:.2f} x")
         if self.outside or self.gap_octaves:
@@ -156,5 +171,6 @@ def explain(model: PerfModel, row: Mapping[str, Any] | pd.Series) -> Explanation
         float(few[few_neighbours(sizes, entry)[0]]) if (few := entry.get("wider_where_few")) else 1.0,
         float(entry.get("wider_where_largest", 1.0)) if are_largest(sizes)[0] else 1.0,
         float(entry.get("wider_in_few_groups", 1.0)) if in_few_groups(kernel, sizes)[0] else 1.0,
+        float(by_digits(sizes, entry)[0]),
         float(gap_octaves(sizes, entry)[0]),
     )  # fmt: skip

@@ -3,10 +3,12 @@
     python -m perfmodel.fit --hardware h200
     python -m perfmodel.fit --hardware h100 --start h200
     python -m perfmodel.fit --hardware h200 --pairs
+    python -m perfmodel.fit --hardware h200 --intervals
     python -m perfmodel.fit --timings DIR --hardware-spec FILE --start h200 --out CALIBRATION
 
 `--pairs` learns what pairs of kernels differ by (`perfmodel/pairs.py`) anew, which every fit does at its end, and leaves the
-kernels as they are. The last fits a user's own sweep: DIR holds `gemm.parquet`, `memory.parquet` or both as `hil.collect` writes
+kernels as they are. `--intervals` leaves all trees as they are, calibrates their intervals anew, as when a fresh sweep was added,
+and judges both. The last fits a user's own sweep: DIR holds `gemm.parquet`, `memory.parquet` or both as `hil.collect` writes
 them, FILE is a specification as `data/h200/hardware.json`, and `perfmodel.load(name, calibration=CALIBRATION)` reads the result.
 With `--start` a kernel is learned from where a shipped GPU's model of it ends (`perfmodel/transfer.py`), by far fewer timings.
 
@@ -28,11 +30,13 @@ import argparse
 import gzip
 import json
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from perfmodel import hardware as hardware_module
@@ -64,7 +68,7 @@ from perfmodel.parallel import each
 from perfmodel.prediction import bounds_of, wider
 from perfmodel.saved import SCHEMA_VERSION, load, read_spec
 from perfmodel.slim import slim
-from perfmodel.transfer import Start, begin, starts
+from perfmodel.transfer import Start, begin, starts, stored
 
 __all__ = [
     "FOLDS", "LEAST_US", "SHAPE", "fit", "folds_of", "judge", "predict", "read_launches", "read_timings", "table", "train",
@@ -74,7 +78,7 @@ __all__ = [
 NEVER_SEEN = {
     sweep: f"held_out_{sweep.replace('zoo', 'models')}"
     for sweep in (
-        "zoo", "blind", *(f"blind{number}" for number in range(2, 19)), "blind_long", "blind_towers", "blind_towers2",
+        "zoo", "blind", *(f"blind{number}" for number in range(2, 21)), "blind_long", "blind_towers", "blind_towers2",
         "zoo_large", "blind_large", "blind_memory", *(f"blind_memory{number}" for number in range(2, 10)),
     )
 }  # fmt: skip
@@ -176,7 +180,6 @@ def fit(
     hardware = hardware_module.load(hardware_name) if spec is None else read_spec(spec)
     measured_folder = timings_folder or data_folder() / hardware.name
     everything = read_timings(hardware.name, measured_folder)
-    settled = everything[everything["settled"]]
     timings = fitted_rows(everything, LEAST_ROWS_FIT if start is None else LEAST_ROWS_START)
     launches, choices = read_launches(everything, measured_folder), read_choices(measured_folder)
     first: dict[str, Learned | Start] = {}
@@ -188,12 +191,6 @@ def fit(
         if hardware.like != start:
             raise ValueError(f'{spec_path} says like {hardware.like!r}; to start from {start}, say "like": "{start}" in it')
         first |= starts(begun, _timings_of(start), hardware, timings["kernel"].unique(), launches, choices)
-    predicted = held_out(timings, hardware, first)
-    indices = {str(kernel): index for kernel, index in timings.groupby("kernel").indices.items()}
-    elsewhere = begun.manifest["kernels"] if begun else {}
-    cells = {name: _cells(name, timings.iloc[index], launches, elsewhere.get(name)) for name, index in indices.items()}
-    fresh, few = known_around(leave_out_runs(timings, hardware, first, predicted), timings, predicted, cells)
-    measured, bounds = timings["p50_us"].to_numpy(), fresh.bounds(timings)
     command = f"python -m perfmodel.fit --hardware {hardware_name}"
     target = folder or data_folder() / hardware.name / "models"
     if timings_folder is not None and folder is not None:
@@ -201,15 +198,58 @@ def fit(
         target = folder / "perfmodel"
         target.mkdir(parents=True, exist_ok=True)
         (folder / "hardware.json").write_text(spec_path.read_text())
-    kernels: dict[str, Any] = {}
     files: dict[str, bytes | None] = {}
-    learned: dict[str, Learned] = {}
-    jobs = [(kernel, timings.iloc[index], hardware, first.get(kernel)) for kernel, index in indices.items()]
-    for (kernel, rows, *_), (mine, trees) in zip(jobs, each(_stored, jobs), strict=True):
-        index, learned[kernel] = indices[kernel], mine
-        files[model_file(kernel)] = trees
-        for part, name in ((mine.network, network_file(kernel)), (mine.choice, choice_file(kernel))):
-            files[name] = None if part is None else gzip.compress(part.save(), 9, mtime=0)
+
+    def learn(indices: Mapping[str, npt.NDArray[np.intp]]) -> dict[str, Learned]:
+        learned: dict[str, Learned] = {}
+        jobs = [(kernel, timings.iloc[index], hardware, first.get(kernel)) for kernel, index in indices.items()]
+        for (kernel, *_), (mine, trees) in zip(jobs, each(_stored, jobs), strict=True):
+            learned[kernel], files[model_file(kernel)] = mine, trees
+            for part, name in ((mine.network, network_file(kernel)), (mine.choice, choice_file(kernel))):
+                files[name] = None if part is None else gzip.compress(part.save(), 9, mtime=0)
+        return learned
+
+    manifest = {
+        "schema_version": SCHEMA_VERSION,
+        "hardware": hardware.name,
+        "command": command + (f" --start {start}" if start else ""),
+        "launches": 0 if launches is None else int(launches["kernel"].isin(list(first)).sum()),
+        **({"start": {"hardware": start, "fingerprint": begun.fingerprint}} if begun else {}),
+        **_judged(everything, timings, launches, hardware, first, learn, begun.manifest["kernels"] if begun else {}),
+    }
+    _write(target, {**files, "manifest.json": (json.dumps(manifest, indent=1) + "\n").encode()})
+    return _with_pairs(PerfModel(hardware, target, manifest), timings, launches, _to_judge(everything))
+
+
+def _judged(
+    everything: pd.DataFrame,
+    timings: pd.DataFrame,
+    launches: pd.DataFrame | None,
+    hardware: HardwareSpec,
+    first: Mapping[str, Learned | Start],
+    learn: Callable[[Mapping[str, npt.NDArray[np.intp]]], dict[str, Learned]],
+    elsewhere: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What a manifest says of kernels learned from timings: intervals, where something was measured, how good they are.
+
+    Args:
+        everything: All timings.
+        timings: Those that are fitted to.
+        launches: Quick ones, if there are any.
+        hardware: The GPU.
+        first: Where learning a kernel begins.
+        learn: Gives what was learned of each kernel whose rows it is handed, by their numbers.
+        elsewhere: The kernels of the manifest of the GPU that learning began from.
+    """
+    predicted = held_out(timings, hardware, first)
+    indices = {str(kernel): np.asarray(index) for kernel, index in timings.groupby("kernel").indices.items()}
+    cells = {name: _cells(name, timings.iloc[index], launches, elsewhere.get(name)) for name, index in indices.items()}
+    fresh, few = known_around(leave_out_runs(timings, hardware, first, predicted), timings, predicted, cells)
+    measured, bounds = timings["p50_us"].to_numpy(), fresh.bounds(timings)
+    learned = learn(indices)
+    kernels: dict[str, Any] = {}
+    for kernel, index in indices.items():
+        mine = learned[kernel]
         kernels[kernel] = {
             "interval_factors": fresh.factors(timings, kernel, index),
             **({} if mine.choice is None else {"wider_in_doubt": list(fresh.wider_in_doubt)}),
@@ -219,10 +259,11 @@ def fit(
             "planned": PLANNED,
             "least_us": mine.least_us,
             **({"regret": beside["geomean"]} if (beside := regret_beside_bf16(timings, predicted, kernel)) else {}),
-            "range": _range(rows, elsewhere.get(kernel)),
+            "range": _range(timings.iloc[index], elsewhere.get(kernel)),
             "cells": cells[kernel].save(),
         }
-    unseen = settled[settled["sweep"].isin(list(NEVER_SEEN)) & settled["kernel"].isin(list(learned))].reset_index(drop=True)
+    unseen = _to_judge(everything)
+    unseen = unseen[unseen["kernel"].isin(list(learned))].reset_index(drop=True)
     times, ends = predict_unseen(unseen, learned, kernels, hardware)
     asked = Fresh.of(unseen, times, ends)
     ends, powers = asked.raised(times, ends), asked.powers()
@@ -246,15 +287,10 @@ def fit(
     }
     # A GPU that a user measures need have none of the sweeps that are drawn here, but for whole models.
     of_sweeps = {key for sweep, key in NEVER_SEEN.items() if sweep != "zoo"}
-    manifest = {
-        "schema_version": SCHEMA_VERSION,
-        "hardware": hardware.name,
-        "command": command + (f" --start {start}" if start else ""),
+    return {
         "rows": len(timings),
-        "unsettled": len(everything) - len(settled),
+        "unsettled": int((~everything["settled"]).sum()),
         "shapes": int(timings.groupby(SHAPE).ngroups),
-        "launches": 0 if launches is None else int(launches["kernel"].isin(list(first)).sum()),
-        **({"start": {"hardware": start, "fingerprint": begun.fingerprint}} if begun else {}),
         "held_out": f"{FOLDS}-fold cross-validation by whole shapes",
         **{name: value for name, value in judged.items() if value is not None},
         **(
@@ -264,8 +300,44 @@ def fit(
         ),
         "kernels": kernels,
     }
-    _write(target, {**files, "manifest.json": (json.dumps(manifest, indent=1) + "\n").encode()})
-    return _with_pairs(PerfModel(hardware, target, manifest), timings, launches, unseen)
+
+
+def _to_judge(everything: pd.DataFrame) -> pd.DataFrame:
+    """Settled timings of sweeps that no fit sees."""
+    return everything[everything["settled"] & everything["sweep"].isin(list(NEVER_SEEN))]
+
+
+def fit_intervals(hardware_name: str) -> dict[str, Any]:
+    """Calibrate a shipped GPU's intervals anew, as after one more fresh sweep, and judge it, the trees as they are.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        ValueError: its model went on from another GPU's, which a fit alone can do again; or as `fit`.
+        FileNotFoundError: there are no timings.
+    """
+    model, everything = load(hardware_name), read_timings(hardware_name)
+    if begun := model.manifest.get("start"):
+        raise ValueError(
+            f"the model of {hardware_name} goes on from the {begun['hardware']}'s: fit it anew with "
+            f"python -m perfmodel.fit --hardware {hardware_name} --start {begun['hardware']}"
+        )
+    if any(model.planned(kernel) != PLANNED for kernel in model.manifest["kernels"]):
+        raise ValueError(f"the model of {hardware_name} was fitted to other features than these: fit it anew")
+    known = {kernel: stored(model, kernel) for kernel in model.manifest["kernels"]}
+    first = {kernel: early for kernel, (_, early) in known.items() if early is not None}
+    timings, launches = fitted_rows(everything), read_launches(everything, data_folder() / hardware_name)
+    timings = timings[timings["kernel"].isin(list(known))].reset_index(drop=True)
+
+    def learned(indices: Mapping[str, npt.NDArray[np.intp]]) -> dict[str, Learned]:
+        return {kernel: known[kernel][0] for kernel in indices}
+
+    manifest = {**model.manifest, **_judged(everything, timings, launches, model.hardware, first, learned, {})}
+    _write(model.folder, {"manifest.json": (json.dumps(manifest, indent=1) + "\n").encode()})
+    if "pairs" not in manifest:
+        return manifest
+    return judge_choices(replace(model, manifest=manifest), _to_judge(everything), NEVER_SEEN, TORCH_GEMMS)
 
 
 def fit_pairs(hardware_name: str) -> dict[str, Any]:
@@ -276,8 +348,7 @@ def fit_pairs(hardware_name: str) -> dict[str, Any]:
     """
     model, everything = load(hardware_name), read_timings(hardware_name)
     launches = read_launches(everything, data_folder() / hardware_name)
-    unseen = everything[everything["settled"] & everything["sweep"].isin(list(NEVER_SEEN))]
-    return _with_pairs(model, fitted_rows(everything), launches, unseen)
+    return _with_pairs(model, fitted_rows(everything), launches, _to_judge(everything))
 
 
 def _with_pairs(model: PerfModel, timings: pd.DataFrame, launches: pd.DataFrame | None, unseen: pd.DataFrame) -> dict[str, Any]:
@@ -375,13 +446,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, help="folder for the trees (default: data/<hardware>/models); with --timings, the calibration folder"
     )
-    parser.add_argument("--pairs", action="store_true", help="what pairs of kernels differ by alone, the kernels as they are")
+    alone = parser.add_mutually_exclusive_group()
+    alone.add_argument("--pairs", action="store_true", help="what pairs of kernels differ by alone, the kernels as they are")
+    alone.add_argument("--intervals", action="store_true", help="intervals alone, as after a fresh sweep, the trees as they are")
     options = parser.parse_args(arguments)
-    if options.pairs and (options.timings or options.hardware_spec or options.start or options.out):
-        parser.error("--pairs is of a shipped fit as it is; leave --timings, --hardware-spec, --start and --out away")
+    part = "--pairs" if options.pairs else "--intervals" if options.intervals else ""
+    if part and (options.timings or options.hardware_spec or options.start or options.out):
+        parser.error(f"{part} is of a shipped fit as it is; leave --timings, --hardware-spec, --start and --out away")
     try:
-        if options.pairs:
-            print(table(fit_pairs(options.hardware)))
+        if part:
+            print(table((fit_pairs if options.pairs else fit_intervals)(options.hardware)))
             return 0
         print(table(fit(options.hardware, options.out, options.timings, options.hardware_spec, options.start)))
     except ValueError as error:

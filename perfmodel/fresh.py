@@ -7,13 +7,15 @@ each family and size class are raised to the power at which they hold 90% of the
 asks for: split-conformal once more, by the shipped trees themselves. A sweep is judged by powers that it did not help to find. Of
 a library's largest calls (`perfmodel.choice.are_largest`) few are fitted, which asks for a power of their own; there a run stands
 for a sweep. Batched products in few groups (`perfmodel.prediction.in_few_groups`) are further off than one a sample, and ask for
-one more.
+one more. So do GEMMs by how many digits their sizes take (`perfmodel.prediction.digits`): most sweeps are drawn as what teaches,
+of round sizes, and users' shapes need not be. Therefore the sweeps `WRITTEN`, of any sizes, count as a quarter if they are fewer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -25,15 +27,21 @@ from perfmodel.choice import are_largest
 from perfmodel.held_out import COVERAGE
 from perfmodel.kernels import KERNELS, library_of
 from perfmodel.model import PerfModel
-from perfmodel.prediction import SIZE_CLASSES_US, bounds_of, in_few_groups, size_class, wider
+from perfmodel.prediction import DIGITS, SIZE_CLASSES_US, bounds_of, digits, in_few_groups, size_class, wider
 
 Array = npt.NDArray[np.float64]
 
 Powers = Mapping[str, Sequence[float]]
-"""By family, a power for each size class."""
+"""By family, a power for each size class; and one by which these are raised for each class of `BY_DIGITS`."""
 CLASSES = len(SIZE_CLASSES_US) + 1
 # Whole models' shapes: kept for judging alone.
 KEPT = ("zoo",)
+# Of any sizes, drawn unlike all that is fitted (`hil.shapes.any_shapes`, `blind14` as `odd_shapes`): of a family they count for
+# this share at least. By a half an H200's usual calls would be inside 89% to 94% by kernel, and those of any sizes hardly more.
+WRITTEN = ("blind14", "blind15", "blind16", "blind19", "blind20")
+WRITTEN_SHARE = 0.25
+# All GEMMs, but the largest calls, by the class of their digits.
+BY_DIGITS = "GEMMs, by digits"
 # Behind a library's name, the family of its largest calls.
 LARGEST = ", largest GEMMs"
 # Behind a kernel's, that of its products in few groups.
@@ -71,6 +79,7 @@ class Fresh:
         sweep: Its sweep, and its run where it is of the largest calls, (rows,).
         needed: The logarithm of the power of its interval's factors at which the measurement is at an end of it, (rows,).
         heard: Whether it has a say, (rows,).
+        digits: Its class of `BY_DIGITS`, -1 for none, (rows,).
     """
 
     family: npt.NDArray[Any]
@@ -78,6 +87,7 @@ class Fresh:
     sweep: npt.NDArray[Any]
     needed: Array
     heard: npt.NDArray[np.bool_]
+    digits: npt.NDArray[np.int64]
 
     @classmethod
     def of(cls, rows: pd.DataFrame, predicted: Array, bounds: Array) -> Fresh:
@@ -100,9 +110,25 @@ class Fresh:
         shared, settled = (rows[name].to_numpy(dtype=bool) for name in ("shared", "settled"))
         heard = ~np.isin(sweep.astype(str), KEPT) & settled & ~(gemm & shared)
         family, run = _families(rows), rows["run"].to_numpy()
-        largest = _of_largest(family)
+        largest = np.array([name.endswith(LARGEST) for name in family], dtype=bool)
         sweep[largest] = [f"{name}, run {number}" for name, number in zip(sweep[largest], run[largest], strict=True)]
-        return cls(family, size_class(predicted), sweep, needed, heard)
+        return cls(family, size_class(predicted), sweep, needed, heard, _digits(rows))
+
+    @cached_property
+    def _rows_of(self) -> dict[str, npt.NDArray[np.bool_]]:
+        """Which rows are of a family, and of a kind of such, by name."""
+        numbers, names = pd.factorize(self.family)
+        each = {name: numbers == number for number, name in enumerate(names.tolist())}
+        kinds = {name: kind_of(name) for name in each}
+        return each | {
+            kind: np.logical_or.reduce([each[name] for name in each if kinds[name] == kind]) for kind in {*kinds.values()} - {""}
+        }
+
+    @cached_property
+    def _largest(self) -> npt.NDArray[np.bool_]:
+        return np.logical_or.reduce(
+            [np.zeros(len(self.family), bool), *(r for n, r in self._rows_of.items() if n.endswith(LARGEST))]
+        )
 
     def powers(self, without: str | None = None) -> Powers:
         """The power of each size class's interval factors, by family; of what there are no rows of it is 1, and not there.
@@ -110,34 +136,74 @@ class Fresh:
         Args:
             without: A sweep that has no say.
         """
-        found: dict[str, list[float]] = {}
         heard = self.heard & (self.sweep != without)
-        largest = _of_largest(self.family)
+        weight = self._weight(heard)
+        families, by_digits = self._of_families(heard, weight, self.needed), np.zeros(len(DIGITS) + 1)
+        if not (heard & (self.digits >= 0)).any():
+            return _powers(families)
+        # Each by what the other leaves.
+        for _ in range(2):
+            rest = self.needed - self._of_each(families)
+            for number in range(len(by_digits)):
+                mine = heard & (self.digits == number)
+                by_digits[number] = _beside(rest[mine], weight[mine], ALIKE_FAMILY_ROWS, 0.0)
+            families = self._of_families(heard, weight, self.needed - _by_digits(by_digits, self.digits))
+        return _powers({**families, BY_DIGITS: by_digits.tolist()})
+
+    def _weight(self, heard: npt.NDArray[np.bool_]) -> Array:
+        """How many rows each counts for, (rows,), among those that are heard."""
+        weight, written = np.ones(len(heard)), np.isin(self.sweep.astype(str), WRITTEN)
+        for family in dict.fromkeys(self.family[heard & written].tolist()):
+            mine = heard & self._rows_of[family]
+            if usual := (mine & ~written).sum():
+                share = WRITTEN_SHARE / (1 - WRITTEN_SHARE)
+                weight[mine & written] = max(1.0, share * usual / (mine & written).sum())
+        return weight
+
+    def _of_families(self, heard: npt.NDArray[np.bool_], weight: Array, needed: Array) -> dict[str, list[float]]:
+        """Logarithms of powers by family, a class each.
+
+        Args:
+            heard: Rows that have a say.
+            weight: How many rows each counts for.
+            needed: What each asks for, by a logarithm.
+        """
+        found: dict[str, list[float]] = {}
+
+        def beside(mine: npt.NDArray[np.bool_], rows: int, usual: float) -> float:
+            return _beside(needed[mine], weight[mine], rows, usual)
+
+        @cache
+        def of_all(kind: str) -> float:
+            return beside(heard & self._rows_of[kind], ALIKE_FAMILY_ROWS, 0.0)
+
         # Those in few groups come last: theirs is one power more.
         families = sorted(dict.fromkeys(self.family[heard].tolist()), key=lambda name: name.endswith(IN_FEW_GROUPS))
         for family in families:
-            mine = heard & (self.family == family)
+            mine = heard & self._rows_of[family]
             if family.endswith(IN_FEW_GROUPS):
-                usual_of = np.log(found.get(family.removesuffix(IN_FEW_GROUPS), [1.0] * CLASSES))
-                more = _beside(self.needed[mine] - usual_of[self.size_class[mine]], ALIKE_FAMILY_ROWS, 0.0)
-                own = list(usual_of + more)
+                usual_of = np.array(found.get(family.removesuffix(IN_FEW_GROUPS), [0.0] * CLASSES))
+                rest = needed[mine] - usual_of[self.size_class[mine]]
+                own = (usual_of + _beside(rest, weight[mine], ALIKE_FAMILY_ROWS, 0.0)).tolist()
             elif family.endswith(LARGEST):
                 # Beside all libraries', and of any size alike: few are of another class than the last.
-                everyones = _beside(self.needed[heard & largest], ALIKE_CLASS_ROWS, 0.0)
-                own = [_beside(self.needed[mine], ALIKE_CLASS_ROWS, everyones)] * CLASSES
+                own = [beside(mine, ALIKE_CLASS_ROWS, beside(heard & self._largest, ALIKE_CLASS_ROWS, 0.0))] * CLASSES
             else:
-                alike = heard & np.isin(self.family, [other for other in families if kind_of(other) == kind_of(family)])
-                usual = _beside(self.needed[mine], ALIKE_FAMILY_ROWS, _beside(self.needed[alike], ALIKE_FAMILY_ROWS, 0.0))
-                own = [_beside(self.needed[mine & (self.size_class == c)], ALIKE_CLASS_ROWS, usual) for c in range(CLASSES)]
-            found[family] = [float(power) for power in np.exp(own)]
+                usual = beside(mine, ALIKE_FAMILY_ROWS, of_all(kind_of(family)))
+                own = [beside(mine & (self.size_class == c), ALIKE_CLASS_ROWS, usual) for c in range(CLASSES)]
+            found[family] = own
         return found
+
+    def _of_each(self, families: Mapping[str, Sequence[float]]) -> Array:
+        """The logarithm of the power of each row's family and class, (rows,); 0 of what has none."""
+        return np.log(_power(self.family, self.size_class, self.digits, _powers(families)))
 
     def raised(self, predicted: Array, bounds: Array) -> Array:
         """Each row's interval under the powers that its sweep had no say in, (rows, 2); arguments as of `of`."""
         result = bounds.copy()
         for sweep in dict.fromkeys(self.sweep.tolist()):
             mine = self.sweep == sweep
-            power = _power(self.family[mine], self.size_class[mine], self.powers(sweep))
+            power = _power(self.family[mine], self.size_class[mine], self.digits[mine], self.powers(sweep))
             result[mine] = _raised(predicted[mine], bounds[mine], power)
         return result
 
@@ -153,13 +219,26 @@ def _families(rows: pd.DataFrame) -> npt.NDArray[Any]:
     return families
 
 
-def _of_largest(families: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    return np.array([family.endswith(LARGEST) for family in families], dtype=bool)
+def _digits(rows: pd.DataFrame) -> npt.NDArray[np.int64]:
+    sizes = columns_of(rows)
+    gemm = np.array(["gemm" in KERNELS[name].kind for name in rows["kernel"]], dtype=bool)
+    return np.where(gemm & ~are_largest(sizes), digits(sizes), -1)
 
 
-def _power(family: npt.NDArray[Any], classes: npt.NDArray[np.int64], powers: Powers) -> Array:
+def _by_digits(powers: Array, classes: npt.NDArray[np.int64]) -> Array:
+    """The logarithm of each row's, (rows,): 0 of what is none of `BY_DIGITS`."""
+    return np.where(classes >= 0, powers[classes], 0.0)
+
+
+def _powers(logarithms: Mapping[str, Sequence[float]]) -> Powers:
+    return {family: [float(power) for power in np.exp(own)] for family, own in logarithms.items()}
+
+
+def _power(family: npt.NDArray[Any], classes: npt.NDArray[np.int64], by_digits: npt.NDArray[np.int64], powers: Powers) -> Array:
     """Of each row, (rows,)."""
-    return np.array([powers[of][c] if of in powers else 1.0 for of, c in zip(family, classes, strict=True)])
+    numbers, names = pd.factorize(family)
+    own = np.array([powers.get(name, [1.0] * CLASSES) for name in names.tolist()]).reshape(-1, CLASSES)[numbers, classes]
+    return own * np.exp(_by_digits(np.log(powers[BY_DIGITS]), by_digits)) if BY_DIGITS in powers else own
 
 
 def _raised(predicted: Array, bounds: Array, power: Array) -> Array:
@@ -167,24 +246,37 @@ def _raised(predicted: Array, bounds: Array, power: Array) -> Array:
     return np.asarray(predicted[:, None] * (bounds / predicted[:, None]) ** power[:, None])
 
 
-def _beside(needed: Array, rows: int, usual: float) -> float:
-    """The power, as a logarithm, that holds `COVERAGE` of such rows, beside so many rows that ask for what is usual."""
+def _beside(needed: Array, weight: Array, rows: int, usual: float) -> float:
+    """The power, as a logarithm, that holds `COVERAGE` of such rows, beside so many rows that ask for what is usual.
+
+    Rows that count for several are as sure as so many alike: the square of their sum over the sum of their squares.
+    """
     if not len(needed):
         return usual
-    rank = min(1.0, COVERAGE * (len(needed) + 1) / len(needed))
-    return (len(needed) * float(np.quantile(needed, rank)) + rows * usual) / (len(needed) + rows)
+    number = weight.sum() ** 2 / (weight**2).sum()
+    rank = min(1.0, COVERAGE * (number + 1) / number)
+    return float((number * _quantile(needed, weight, rank) + rows * usual) / (number + rows))
+
+
+def _quantile(values: Array, weight: Array, rank: float) -> float:
+    """As `numpy.quantile`, between neighbours in proportion, of values that count for as many as their weight."""
+    order = np.argsort(values, kind="stable")
+    values, weight = values[order], weight[order]
+    middle = np.cumsum(weight) - weight / 2
+    first, last = middle[[0, -1]]
+    return float(np.interp(first + rank * (last - first), middle, values))
 
 
 def raise_bounds(rows: pd.DataFrame, predicted: Array, bounds: Array, powers: Powers) -> Array:
     """Intervals of rows with `kernel` as they are under these powers, (rows, 2); arguments as of `Fresh.of`."""
-    return _raised(predicted, bounds, _power(_families(rows), size_class(predicted), powers))
+    return _raised(predicted, bounds, _power(_families(rows), size_class(predicted), _digits(rows), powers))
 
 
 def raise_factors(entries: Mapping[str, Any], powers: Powers) -> dict[str, Any]:
     """A manifest's kernels with the interval factors of each size class raised, and the powers by which: `interval_powers`.
 
     `wider_where_largest` is by how much further they are of the largest calls, which nearly all are of the last size class,
-    `wider_in_few_groups` likewise of products in few groups.
+    `wider_in_few_groups` likewise of products in few groups, `wider_by_digits` of GEMMs by that class.
 
     Args:
         entries: By kernel.
@@ -199,6 +291,8 @@ def raise_factors(entries: Mapping[str, Any], powers: Powers) -> dict[str, Any]:
             result[kernel]["wider_where_largest"] = float(largest[-1] / own[-1])
         if few := powers.get(family_of(kernel) + IN_FEW_GROUPS):
             result[kernel]["wider_in_few_groups"] = float(few[-1] / own[-1])
+        if "gemm" in KERNELS[kernel].kind and (by_digits := powers.get(BY_DIGITS)):
+            result[kernel]["wider_by_digits"] = list(by_digits)
     return result
 
 
@@ -206,7 +300,8 @@ def lower_factors(entry: Mapping[str, Any]) -> dict[str, Any]:
     """A kernel of a manifest as it was before `raise_factors`; one that was never raised as it is."""
     own = 1 / np.array(entry.get("interval_powers", [1.0] * CLASSES))
     lowered = {**entry, "interval_factors": (np.asarray(entry["interval_factors"]) ** own[:, None]).tolist()}
-    return {name: value for name, value in lowered.items() if name not in ("wider_where_largest", "wider_in_few_groups")}
+    more = ("wider_where_largest", "wider_in_few_groups", "wider_by_digits")
+    return {name: value for name, value in lowered.items() if name not in more}
 
 
 def shown(rows: pd.DataFrame, predicted: Array) -> dict[str, dict[str, list[float]]]:

@@ -39,6 +39,8 @@ WIDER_BETWEEN = {"gemm": 0.6, "batched_gemm": 5.0}
 FEW_GROUPS = 200
 # What the features know of a size's alignment: its remainder by this.
 EDGE_MULTIPLE = 256
+# Binary digits of M, N and K, between the first 1 of each and its last, that put a GEMM into the next class (`digits`).
+DIGITS = (5, 12, 16)
 
 
 def size_class(time_us: Array) -> npt.NDArray[np.int64]:
@@ -118,17 +120,34 @@ def few_neighbours(sizes: Sizes, entry: Mapping[str, Any]) -> npt.NDArray[np.int
 def wider(kernel: str, sizes: Sizes, entry: Mapping[str, Any]) -> Array:
     """The power of the interval's factors for what is known around calls, (calls,): `wider_beyond`, or for few neighbours.
 
-    Arguments as of `wider_beyond`; the entry may have `wider_where_few`, powers by that class (`perfmodel.held_out`), and
-    `wider_where_largest` and `wider_in_few_groups`, one more for these, by which that is raised (`perfmodel.fresh`).
+    Arguments as of `wider_beyond`; the entry may have `wider_where_few`, powers by that class (`perfmodel.held_out`), and what
+    these are raised by: `wider_by_digits`, by that class, and for the calls that these name `wider_where_largest` and
+    `wider_in_few_groups` (`perfmodel.fresh`).
     """
     power = wider_beyond(kernel, sizes, entry)
     if (powers := entry.get("wider_where_few")) is not None:
         power = np.maximum(power, np.asarray(powers)[few_neighbours(sizes, entry)])
+    power = power * by_digits(sizes, entry)
     if few_groups := entry.get("wider_in_few_groups"):
         power = np.where(in_few_groups(kernel, sizes), few_groups * power, power)
     if largest := entry.get("wider_where_largest"):
         power = np.where(are_largest(sizes), largest * power, power)
     return power
+
+
+def by_digits(sizes: Sizes, entry: Mapping[str, Any]) -> Array:
+    """The power of `wider_by_digits` of each call, (calls,): 1 of the largest ones, and of a kernel that has none."""
+    powers = np.asarray(entry.get("wider_by_digits", [1.0] * (len(DIGITS) + 1)))
+    return np.where(are_largest(sizes), 1.0, powers[digits(sizes)])
+
+
+def digits(sizes: Sizes) -> npt.NDArray[np.int64]:
+    """The class of how many binary digits M, N and K take together, (calls,), without the zeros at their ends.
+
+    A power of two takes none. What people round takes few, as does most of what is measured: calls of many are further off.
+    """
+    taken = sum(np.log2(size / np.bitwise_and(size, -size)).astype(np.int64) for size in (s.astype(np.int64) for s in sizes[:3]))
+    return np.searchsorted(np.asarray(DIGITS), taken, side="right")
 
 
 def in_few_groups(kernel: str, sizes: Sizes) -> npt.NDArray[np.bool_]:

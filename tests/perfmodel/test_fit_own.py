@@ -1,6 +1,7 @@
 """A user fits the time model to a sweep of his own."""
 
 import json
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -78,6 +79,42 @@ def test_what_two_kernels_differ_by_comes_with_the_fit_where_enough_was_timed(sw
     each = (rows[rows["kernel"] == name].set_index(fit.SHAPE)[["p50_us", "time_us"]] for name in (of, beside))
     ratio = np.log(next(each) / next(each)).dropna()
     assert len(ratio) > 60 and (ratio["time_us"] - ratio["p50_us"]).abs().mean() < 0.02
+
+
+def test_intervals_follow_a_fresh_sweep_and_trees_stay(sweep, fitted, tmp_path, monkeypatch, capsys):
+    """One that is far further off than what was fitted: intervals widen until most of it is inside."""
+    shutil.copytree(fitted, tmp_path / "mine")
+    model = perfmodel.load("mine", calibration=tmp_path / "mine")
+    rows = fit.read_timings("mine", sweep[0])
+    new = fit.read_timings("h200").query("sweep == 'lrm' and settled and kernel == 'torch/bf16'")
+    new = new[~pd.MultiIndex.from_frame(new[fit.SHAPE]).isin(pd.MultiIndex.from_frame(rows[fit.SHAPE]))].head(4000)
+    new = new.assign(sweep="blind7", run=rows["run"].max() + 1, shared=False)
+    odd = np.random.default_rng(0).normal(0, 0.4, len(new))
+    new["p50_us"] = model.predict(new)["time_us"].to_numpy() * np.exp(odd)
+    monkeypatch.setattr(fit, "load", lambda name: perfmodel.load(name, calibration=tmp_path / "mine"))
+    monkeypatch.setattr(fit, "read_timings", lambda name: pd.concat([rows, new], ignore_index=True))
+    before, files = model.manifest, {path.name: path.read_bytes() for path in model.folder.glob("*.gz")}
+    assert fit.main(["--hardware", "mine", "--intervals"]) == 0 and "torch/bf16" in capsys.readouterr().out
+    after = perfmodel.load("mine", calibration=tmp_path / "mine")
+    assert files == {path.name: path.read_bytes() for path in after.folder.glob("*.gz")}
+    entries = [manifest["kernels"]["torch/bf16"] for manifest in (before, after.manifest)]
+    assert entries[0]["held_out"]["mape"] == pytest.approx(entries[1]["held_out"]["mape"])
+    assert entries[0]["held_out"]["coverage"] < 0.97 < entries[1]["held_out"]["coverage"]
+    assert after.manifest["held_out_blind7"]["kernels"]["torch/bf16"]["n"] == 4000 and "held_out_blind7" not in before
+    told = (one.predict(new).assign(us=new["p50_us"].to_numpy()) for one in (model, after))
+    then, now = (each.eval("low_us <= us <= high_us").mean() for each in told)
+    assert then < 0.6 and 0.8 < now < 0.95
+
+
+def test_intervals_alone_are_of_a_shipped_fit_of_its_own(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        fit.main(["--intervals", "--start", "h200"])
+    assert stopped.value.code == 2 and "--intervals is of a shipped fit as it is" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        fit.main(["--intervals", "--pairs"])
+    assert stopped.value.code == 2
+    assert fit.main(["--hardware", "h100", "--intervals"]) == 2
+    assert "python -m perfmodel.fit --hardware h100 --start h200" in capsys.readouterr().err
 
 
 def test_a_fit_that_is_interrupted_leaves_what_was_there(sweep, tmp_path, monkeypatch):

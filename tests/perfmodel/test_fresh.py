@@ -10,8 +10,10 @@ from perfmodel.choice import are_largest
 from perfmodel.fresh import (
     ALIKE_CLASS_ROWS,
     ALIKE_FAMILY_ROWS,
+    BY_DIGITS,
     IN_FEW_GROUPS,
     LARGEST,
+    WRITTEN_SHARE,
     Fresh,
     family_of,
     lower_factors,
@@ -19,7 +21,7 @@ from perfmodel.fresh import (
     raise_factors,
 )
 from perfmodel.kernels import KERNELS
-from perfmodel.prediction import FEW_GROUPS, bounds_of, in_few_groups, wider
+from perfmodel.prediction import FEW_GROUPS, bounds_of, digits, in_few_groups, wider
 
 KERNEL = "torch/bf16"
 # Two standard normal deviations hold 90%, in this many of one.
@@ -49,7 +51,8 @@ def inside(rows, bounds):
 def test_the_power_is_what_holds_nine_tenths_of_normal_errors():
     rows, predicted, bounds = rows_of(1.5)
     powers = Fresh.of(rows, predicted, bounds).powers()
-    assert list(powers) == [KERNEL] and powers[KERNEL][2] == pytest.approx(1.5 * NORMAL, rel=0.02)
+    assert list(powers) == [KERNEL, BY_DIGITS] and powers[KERNEL][2] == pytest.approx(1.5 * NORMAL, rel=0.02)
+    np.testing.assert_allclose(powers[BY_DIGITS], 1.0, atol=1e-3)
     again, predicted, bounds = rows_of(1.5, seed=1)
     assert inside(again, raise_bounds(again, predicted, bounds, powers)).mean() == pytest.approx(0.9, abs=0.01)
 
@@ -62,13 +65,13 @@ def test_lopsided_intervals_are_widened_by_what_both_sides_ask():
 
 
 def test_few_rows_change_little_and_other_classes_take_the_familys():
-    rows, predicted, bounds = rows_of(3.0, count=40)
+    rows, predicted, bounds = rows_of(3.0, kernel="loka/quantize_rowwise", count=40)
     asked = Fresh.of(rows, predicted, bounds)
     own = np.sort(asked.needed)
     wanted = np.quantile(own, 0.9 * 41 / 40)
     everyones = 40 * wanted / (40 + ALIKE_FAMILY_ROWS)
     usual = (40 * wanted + ALIKE_FAMILY_ROWS * everyones) / (40 + ALIKE_FAMILY_ROWS)
-    powers = np.log(asked.powers()[KERNEL])
+    powers = np.log(asked.powers()["loka/quantize_*"])
     np.testing.assert_allclose(powers[[0, 1, 3]], usual)
     assert powers[2] == pytest.approx((40 * wanted + ALIKE_CLASS_ROWS * usual) / (40 + ALIKE_CLASS_ROWS))
 
@@ -139,17 +142,77 @@ def test_products_in_few_groups_have_one_power_more_of_every_size():
     predicted[-40:], bounds[-40:] = predicted[-40:] / 20, bounds[-40:] / 20
     rows.loc[rows.index[-40:], "p50_us"] /= 20
     powers = Fresh.of(rows, predicted, bounds).powers()
-    assert list(powers) == [batched, batched + IN_FEW_GROUPS]
+    assert list(powers) == [batched, batched + IN_FEW_GROUPS, BY_DIGITS]
     np.testing.assert_allclose(np.divide(powers[batched + IN_FEW_GROUPS], powers[batched]), 2.0, rtol=0.05)
     entry = {"interval_factors": [[0.9, 1.2]] * 4, "range": {"product": [1.0, 2.0**50]}}
     raised = raise_factors({batched: entry, KERNEL: entry}, powers)
     assert raised[batched]["wider_in_few_groups"] == pytest.approx(2.0, rel=0.05) and "wider_in_few_groups" not in raised[KERNEL]
     assert lower_factors(raised[batched])["interval_factors"][0] == pytest.approx([0.9, 1.2])
-    assert "wider_in_few_groups" not in lower_factors(raised[batched])
+    assert not {"wider_in_few_groups", "wider_by_digits"} & set(lower_factors(raised[batched]))
     sizes = tuple(np.array(x, dtype=float) for x in ([64] * 3, [64] * 3, [64] * 3, [FEW_GROUPS, FEW_GROUPS - 1, 2**20]))
     np.testing.assert_array_equal(in_few_groups(batched, sizes), [False, True, False])
     assert not in_few_groups("torch/fp8_grouped_rowwise_fast", sizes).any() and not in_few_groups(KERNEL, sizes).any()
-    np.testing.assert_allclose(wider(batched, sizes, raised[batched])[:2], [1.0, raised[batched]["wider_in_few_groups"]])
+    more = np.array([1.0, raised[batched]["wider_in_few_groups"]])
+    np.testing.assert_allclose(wider(batched, sizes, raised[batched])[:2], powers[BY_DIGITS][0] * more)
+
+
+def test_sizes_of_many_digits_have_one_power_more_of_every_gemm():
+    """What is as far off by any kernel, and twice as far where sizes are not round."""
+    other = "loka/fp8_rowwise_fast"
+    round_, any_ = ({"m": 4096, "n": 512, "k": 64}, {"m": 4095, "n": 511, "k": 63})
+    rows, predicted, bounds = together(
+        rows_of(1.0, "blind3", KERNEL, 20_000, 0, **round_),
+        rows_of(2.0, "blind4", KERNEL, 20_000, 1, **any_),
+        rows_of(1.0, "blind3", other, 20_000, 2, **round_),
+        rows_of(2.0, "blind4", other, 20_000, 3, **any_),
+        # Of no GEMM.
+        rows_of(3.0, "blind3", "loka/quantize_rowwise", 20_000, 4, **any_),
+    )
+    asked = Fresh.of(rows, predicted, bounds)
+    assert set(asked.digits) == {-1, 0, 3}
+    powers = asked.powers()
+    assert powers[BY_DIGITS][3] / powers[BY_DIGITS][0] == pytest.approx(2.0, rel=0.03) and powers[BY_DIGITS][1:3] == [1.0, 1.0]
+    found = inside(rows, raise_bounds(rows, predicted, bounds, powers))
+    assert all(found[start : start + 20_000].mean() == pytest.approx(0.9, abs=0.01) for start in range(0, 100_000, 20_000))
+    entry = {"interval_factors": [[0.9, 1.2]] * 4, "range": {"product": [1.0, 2.0**50]}}
+    raised = raise_factors({KERNEL: entry, "loka/quantize_rowwise": entry}, powers)
+    assert raised[KERNEL]["wider_by_digits"] == powers[BY_DIGITS] and "wider_by_digits" not in raised["loka/quantize_rowwise"]
+    sizes = tuple(np.array(x, dtype=float) for x in ([4096, 4095, 2**21], [512, 511, 511], [64, 63, 1023], [1, 1, 1]))
+    np.testing.assert_allclose(wider(KERNEL, sizes, raised[KERNEL]), [powers[BY_DIGITS][0], powers[BY_DIGITS][3], 1.0])
+    assert lower_factors(raised[KERNEL])["interval_factors"][2] == pytest.approx([0.9, 1.2])
+
+
+def test_digits_are_those_between_the_ones_at_both_ends():
+    m, n, k = [1, 4096, 96, 4095, 1_000_000], [1, 1, 96, 1, 1], [1, 7, 96, 1, 1]
+    taken = [sum(len(f"{size:b}".strip("0")) - 1 for size in sizes) for sizes in zip(m, n, k, strict=True)]
+    assert taken == [0, 2, 3, 11, 13]
+    sizes = tuple(np.array(size, dtype=float) for size in (m, n, k, [1] * 5))
+    np.testing.assert_array_equal(digits(sizes), [sum(count >= edge for edge in (5, 12, 16)) for count in taken])
+
+
+def test_few_sizes_as_people_write_them_count_as_a_quarter():
+    """And no more than they are where there are many."""
+    many, few = (
+        rows_of(spread, sweep, KERNEL, count, count) for spread, sweep, count in ((1.0, "blind3", 9000), (2.0, "blind15", 100))
+    )
+    asked = Fresh.of(*together(many, few))
+    heard = asked.heard
+    weight = asked._weight(heard)
+    assert (weight[:9000] == 1).all() and weight[9000:].sum() / weight.sum() == pytest.approx(WRITTEN_SHARE)
+    rare = Fresh.of(*together(rows_of(1.0, "blind3", KERNEL, 100), rows_of(2.0, "blind15", KERNEL, 9000)))
+    assert (rare._weight(rare.heard) == 1).all()
+    assert asked.powers()[KERNEL][2] > 1.1 * Fresh.of(*many).powers()[KERNEL][2]
+
+
+@pytest.mark.parametrize("rank", [0.0, 0.3, 0.9, 1.0])
+def test_a_quantile_of_equal_weights_is_numpys_and_one_of_whole_ones_that_of_repeated_values(rank):
+    generator = np.random.default_rng(7)
+    values = generator.standard_normal(501)
+    assert fresh._quantile(values, np.full(501, 2.5), rank) == pytest.approx(np.quantile(values, rank), abs=1e-9)
+    weight = generator.integers(1, 5, 501).astype(float)
+    assert fresh._quantile(values, weight, rank) == pytest.approx(
+        np.quantile(np.repeat(values, weight.astype(int)), rank), abs=0.02
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,6 +272,8 @@ def test_the_shipped_powers_are_those_of_the_shipped_sweeps(hardware):
         assert ("wider_in_few_groups" in entry) == (few is not None) == (kernel == "torch/bf16_batched")
         if few is not None:
             assert entry["wider_in_few_groups"] == pytest.approx(few[-1] / own[-1], rel=0.03)
+        by_digits = pytest.approx(powers[BY_DIGITS], rel=0.03) if "gemm" in KERNELS[kernel].kind else None
+        assert entry.get("wider_by_digits") == by_digits
     # Sweeps that had no say are covered as all are to be, by every family of which there are enough rows.
     found = inside(rows, asked.raised(predicted, bounds))
     for family in dict.fromkeys(asked.family.tolist()):

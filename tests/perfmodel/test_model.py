@@ -209,7 +209,7 @@ def test_an_explanation_says_where_the_choice_of_a_kernel_is_in_doubt(model):
     unsure, sure = (next(found for found in told if (found.wider > 1) == doubted) for doubted in (True, False))
     for found in (unsure, sure):
         low, high = model.manifest["kernels"]["torch/bf16"]["interval_factors"][size_class(np.array([found.time_us]))[0]]
-        power = found.wider * max(found.wider_beyond, found.wider_where_few) * found.wider_where_largest
+        power = found.wider * max(found.wider_beyond, found.wider_where_few) * found.wider_where_largest * found.wider_by_digits
         assert found.low_us == pytest.approx(found.time_us * low**power)
         assert found.high_us == pytest.approx(found.time_us * high**power)
     assert "is in doubt" in unsure.words() and "is in doubt" not in sure.words()
@@ -226,7 +226,7 @@ def test_an_explanation_says_where_little_is_known_around_a_call(model):
     wider, narrower = (replace(few, wider_in_few_groups=power).words() for power in (1.3, 0.9))
     assert "products in few groups are less well known: an interval 1.3 times as wide" in wider and "few groups" not in narrower
     low, high = entry["interval_factors"][size_class(np.array([few.time_us]))[0]]
-    power = few.wider * max(few.wider_beyond, few.wider_where_few) * few.wider_in_few_groups
+    power = few.wider * max(few.wider_beyond, few.wider_where_few) * few.wider_in_few_groups * few.wider_by_digits
     assert (few.low_us, few.high_us) == pytest.approx((few.time_us * low**power, few.time_us * high**power))
     one_a_sample = model.explain({"kernel": "torch/bf16_batched", "m": 27, "n": 27, "k": 64, "groups": 8192})
     assert one_a_sample.wider_in_few_groups == 1 and "few groups" not in one_a_sample.words()
@@ -234,11 +234,22 @@ def test_an_explanation_says_where_little_is_known_around_a_call(model):
     assert many.wider_where_few == 1 and "less well known" not in many.words()
 
 
+def test_an_explanation_says_whether_sizes_are_round(model):
+    powers = model.manifest["kernels"]["torch/bf16"]["wider_by_digits"]
+    round_, any_ = (model.explain({"kernel": "torch/bf16", "m": m, "n": 512, "k": k}) for m, k in ((8192, 512), (8189, 509)))
+    assert (round_.wider_by_digits, any_.wider_by_digits) == (powers[0], powers[-1]) and powers[0] < 1 < powers[-1]
+    assert "its sizes are round" in replace(round_, wider_by_digits=0.8).words()
+    assert "not round: an interval 1.2 times as wide" in replace(any_, wider_by_digits=1.2).words()
+    assert "round" not in replace(any_, wider_by_digits=1.02).words()
+    assert model.explain({"kernel": "torch/relu_forward", "m": 8189, "k": 509}).wider_by_digits == 1
+
+
 def test_an_explanation_says_that_few_calls_as_large_were_timed(model):
     large = model.explain({"kernel": "torch/bf16", "m": 65536, "n": 8192, "k": 8192})
     entry = model.manifest["kernels"]["torch/bf16"]
     assert large.wider_where_largest == entry["wider_where_largest"] > 1.2 and large.outside == ()
     power = large.wider * max(large.wider_beyond, large.wider_where_few) * large.wider_where_largest
+    assert large.wider_by_digits == 1
     assert large.high_us == pytest.approx(large.time_us * entry["interval_factors"][-1][1] ** power)
     assert f"few calls as large were timed: an interval {large.wider_where_largest:.1f} times as wide" in large.words()
     usual = model.explain({"kernel": "torch/bf16", "m": 8192, "n": 8192, "k": 8192})
