@@ -7,10 +7,11 @@
     python -m perfmodel.fit --timings DIR --hardware-spec FILE --start h200 --out CALIBRATION
 
 `--pairs` learns what pairs of kernels differ by (`perfmodel/pairs.py`) anew, which every fit does at its end, and leaves the
-kernels as they are. `--intervals` leaves all trees as they are, calibrates their intervals anew, as when a fresh sweep was added,
-and judges both. The last fits a user's own sweep: DIR holds `gemm.parquet`, `memory.parquet` or both as `hil.collect` writes
-them, FILE is a specification as `data/h200/hardware.json`, and `perfmodel.load(name, calibration=CALIBRATION)` reads the result.
-With `--start` a kernel is learned from where a shipped GPU's model of it ends (`perfmodel/transfer.py`), by far fewer timings.
+kernels as they are. `--intervals` makes intervals as wide as fresh sweeps ask (`perfmodel/fresh.py`), as when there is one more,
+and judges these anew; trees, and what left-out runs said, stay. The last fits a user's own sweep: DIR holds `gemm.parquet`,
+`memory.parquet` or both as `hil.collect` writes them, FILE is a specification as `data/h200/hardware.json`, and
+`perfmodel.load(name, calibration=CALIBRATION)` reads the result. With `--start` a kernel is learned from where a shipped GPU's
+model of it ends (`perfmodel/transfer.py`), by far fewer timings.
 
 Where `launches.parquet` (`hil.launches`) lies beside the timings, each GEMM kernel is learned from its quick launches first:
 `perfmodel/learn.py` says why. Where `choices` (`hil.choices`) lies there, too, its kernels are told what the library chooses.
@@ -30,13 +31,11 @@ import argparse
 import gzip
 import json
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from perfmodel import hardware as hardware_module
@@ -44,7 +43,7 @@ from perfmodel.calls import columns_of
 from perfmodel.cells import Cells
 from perfmodel.data_folder import data_folder
 from perfmodel.features import PLANNED
-from perfmodel.fresh import Fresh, raise_bounds, raise_factors, shown
+from perfmodel.fresh import Fresh, lower_factors, of_model, raise_bounds, raise_factors, shown
 from perfmodel.hardware import HardwareSpec
 from perfmodel.held_out import (
     FOLDS,
@@ -68,7 +67,7 @@ from perfmodel.parallel import each
 from perfmodel.prediction import bounds_of, wider
 from perfmodel.saved import SCHEMA_VERSION, load, read_spec
 from perfmodel.slim import slim
-from perfmodel.transfer import Start, begin, starts, stored
+from perfmodel.transfer import Start, begin, starts
 
 __all__ = [
     "FOLDS", "LEAST_US", "SHAPE", "fit", "folds_of", "judge", "predict", "read_launches", "read_timings", "table", "train",
@@ -180,6 +179,7 @@ def fit(
     hardware = hardware_module.load(hardware_name) if spec is None else read_spec(spec)
     measured_folder = timings_folder or data_folder() / hardware.name
     everything = read_timings(hardware.name, measured_folder)
+    settled = everything[everything["settled"]]
     timings = fitted_rows(everything, LEAST_ROWS_FIT if start is None else LEAST_ROWS_START)
     launches, choices = read_launches(everything, measured_folder), read_choices(measured_folder)
     first: dict[str, Learned | Start] = {}
@@ -191,6 +191,12 @@ def fit(
         if hardware.like != start:
             raise ValueError(f'{spec_path} says like {hardware.like!r}; to start from {start}, say "like": "{start}" in it')
         first |= starts(begun, _timings_of(start), hardware, timings["kernel"].unique(), launches, choices)
+    predicted = held_out(timings, hardware, first)
+    indices = {str(kernel): index for kernel, index in timings.groupby("kernel").indices.items()}
+    elsewhere = begun.manifest["kernels"] if begun else {}
+    cells = {name: _cells(name, timings.iloc[index], launches, elsewhere.get(name)) for name, index in indices.items()}
+    fresh, few = known_around(leave_out_runs(timings, hardware, first, predicted), timings, predicted, cells)
+    measured, bounds = timings["p50_us"].to_numpy(), fresh.bounds(timings)
     command = f"python -m perfmodel.fit --hardware {hardware_name}"
     target = folder or data_folder() / hardware.name / "models"
     if timings_folder is not None and folder is not None:
@@ -198,58 +204,15 @@ def fit(
         target = folder / "perfmodel"
         target.mkdir(parents=True, exist_ok=True)
         (folder / "hardware.json").write_text(spec_path.read_text())
-    files: dict[str, bytes | None] = {}
-
-    def learn(indices: Mapping[str, npt.NDArray[np.intp]]) -> dict[str, Learned]:
-        learned: dict[str, Learned] = {}
-        jobs = [(kernel, timings.iloc[index], hardware, first.get(kernel)) for kernel, index in indices.items()]
-        for (kernel, *_), (mine, trees) in zip(jobs, each(_stored, jobs), strict=True):
-            learned[kernel], files[model_file(kernel)] = mine, trees
-            for part, name in ((mine.network, network_file(kernel)), (mine.choice, choice_file(kernel))):
-                files[name] = None if part is None else gzip.compress(part.save(), 9, mtime=0)
-        return learned
-
-    manifest = {
-        "schema_version": SCHEMA_VERSION,
-        "hardware": hardware.name,
-        "command": command + (f" --start {start}" if start else ""),
-        "launches": 0 if launches is None else int(launches["kernel"].isin(list(first)).sum()),
-        **({"start": {"hardware": start, "fingerprint": begun.fingerprint}} if begun else {}),
-        **_judged(everything, timings, launches, hardware, first, learn, begun.manifest["kernels"] if begun else {}),
-    }
-    _write(target, {**files, "manifest.json": (json.dumps(manifest, indent=1) + "\n").encode()})
-    return _with_pairs(PerfModel(hardware, target, manifest), timings, launches, _to_judge(everything))
-
-
-def _judged(
-    everything: pd.DataFrame,
-    timings: pd.DataFrame,
-    launches: pd.DataFrame | None,
-    hardware: HardwareSpec,
-    first: Mapping[str, Learned | Start],
-    learn: Callable[[Mapping[str, npt.NDArray[np.intp]]], dict[str, Learned]],
-    elsewhere: Mapping[str, Any],
-) -> dict[str, Any]:
-    """What a manifest says of kernels learned from timings: intervals, where something was measured, how good they are.
-
-    Args:
-        everything: All timings.
-        timings: Those that are fitted to.
-        launches: Quick ones, if there are any.
-        hardware: The GPU.
-        first: Where learning a kernel begins.
-        learn: Gives what was learned of each kernel whose rows it is handed, by their numbers.
-        elsewhere: The kernels of the manifest of the GPU that learning began from.
-    """
-    predicted = held_out(timings, hardware, first)
-    indices = {str(kernel): np.asarray(index) for kernel, index in timings.groupby("kernel").indices.items()}
-    cells = {name: _cells(name, timings.iloc[index], launches, elsewhere.get(name)) for name, index in indices.items()}
-    fresh, few = known_around(leave_out_runs(timings, hardware, first, predicted), timings, predicted, cells)
-    measured, bounds = timings["p50_us"].to_numpy(), fresh.bounds(timings)
-    learned = learn(indices)
     kernels: dict[str, Any] = {}
-    for kernel, index in indices.items():
-        mine = learned[kernel]
+    files: dict[str, bytes | None] = {}
+    learned: dict[str, Learned] = {}
+    jobs = [(kernel, timings.iloc[index], hardware, first.get(kernel)) for kernel, index in indices.items()]
+    for (kernel, rows, *_), (mine, trees) in zip(jobs, each(_stored, jobs), strict=True):
+        index, learned[kernel] = indices[kernel], mine
+        files[model_file(kernel)] = trees
+        for part, name in ((mine.network, network_file(kernel)), (mine.choice, choice_file(kernel))):
+            files[name] = None if part is None else gzip.compress(part.save(), 9, mtime=0)
         kernels[kernel] = {
             "interval_factors": fresh.factors(timings, kernel, index),
             **({} if mine.choice is None else {"wider_in_doubt": list(fresh.wider_in_doubt)}),
@@ -259,7 +222,7 @@ def _judged(
             "planned": PLANNED,
             "least_us": mine.least_us,
             **({"regret": beside["geomean"]} if (beside := regret_beside_bf16(timings, predicted, kernel)) else {}),
-            "range": _range(timings.iloc[index], elsewhere.get(kernel)),
+            "range": _range(rows, elsewhere.get(kernel)),
             "cells": cells[kernel].save(),
         }
     unseen = _to_judge(everything)
@@ -273,24 +236,25 @@ def _judged(
     for kernel, index in indices.items():
         kernels[kernel]["held_out"] = accuracy(measured[index], predicted[index], bounds[index])
         kernels[kernel]["classes"] = coverage_by_class(measured[index], fresh.predicted[index], bounds[index])
-
-    def judged_on(sweep: str) -> dict[str, Any] | None:
-        mine = (unseen["sweep"] == sweep).to_numpy()
-        return judge(unseen[mine].reset_index(drop=True), times[mine], ends[mine])
-
     judged = {
         "choice_regret": choice_regret(timings, predicted, TORCH_GEMMS),
         "choice_regret_all_libraries": choice_regret(timings, predicted),
-        **{key: judged_on(sweep) for sweep, key in NEVER_SEEN.items()},
+        **dict.fromkeys(NEVER_SEEN.values()),
+        **_judged_on_sweeps(unseen, times, ends),
         # Who measures again may meet a low clock, too.
         "repeat_on_another_machine": repeat_difference(everything),
     }
     # A GPU that a user measures need have none of the sweeps that are drawn here, but for whole models.
     of_sweeps = {key for sweep, key in NEVER_SEEN.items() if sweep != "zoo"}
-    return {
+    manifest = {
+        "schema_version": SCHEMA_VERSION,
+        "hardware": hardware.name,
+        "command": command + (f" --start {start}" if start else ""),
         "rows": len(timings),
-        "unsettled": int((~everything["settled"]).sum()),
+        "unsettled": len(everything) - len(settled),
         "shapes": int(timings.groupby(SHAPE).ngroups),
+        "launches": 0 if launches is None else int(launches["kernel"].isin(list(first)).sum()),
+        **({"start": {"hardware": start, "fingerprint": begun.fingerprint}} if begun else {}),
         "held_out": f"{FOLDS}-fold cross-validation by whole shapes",
         **{name: value for name, value in judged.items() if value is not None},
         **(
@@ -300,44 +264,8 @@ def _judged(
         ),
         "kernels": kernels,
     }
-
-
-def _to_judge(everything: pd.DataFrame) -> pd.DataFrame:
-    """Settled timings of sweeps that no fit sees."""
-    return everything[everything["settled"] & everything["sweep"].isin(list(NEVER_SEEN))]
-
-
-def fit_intervals(hardware_name: str) -> dict[str, Any]:
-    """Calibrate a shipped GPU's intervals anew, as after one more fresh sweep, and judge it, the trees as they are.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        ValueError: its model went on from another GPU's, which a fit alone can do again; or as `fit`.
-        FileNotFoundError: there are no timings.
-    """
-    model, everything = load(hardware_name), read_timings(hardware_name)
-    if begun := model.manifest.get("start"):
-        raise ValueError(
-            f"the model of {hardware_name} goes on from the {begun['hardware']}'s: fit it anew with "
-            f"python -m perfmodel.fit --hardware {hardware_name} --start {begun['hardware']}"
-        )
-    if any(model.planned(kernel) != PLANNED for kernel in model.manifest["kernels"]):
-        raise ValueError(f"the model of {hardware_name} was fitted to other features than these: fit it anew")
-    known = {kernel: stored(model, kernel) for kernel in model.manifest["kernels"]}
-    first = {kernel: early for kernel, (_, early) in known.items() if early is not None}
-    timings, launches = fitted_rows(everything), read_launches(everything, data_folder() / hardware_name)
-    timings = timings[timings["kernel"].isin(list(known))].reset_index(drop=True)
-
-    def learned(indices: Mapping[str, npt.NDArray[np.intp]]) -> dict[str, Learned]:
-        return {kernel: known[kernel][0] for kernel in indices}
-
-    manifest = {**model.manifest, **_judged(everything, timings, launches, model.hardware, first, learned, {})}
-    _write(model.folder, {"manifest.json": (json.dumps(manifest, indent=1) + "\n").encode()})
-    if "pairs" not in manifest:
-        return manifest
-    return judge_choices(replace(model, manifest=manifest), _to_judge(everything), NEVER_SEEN, TORCH_GEMMS)
+    _write(target, {**files, "manifest.json": (json.dumps(manifest, indent=1) + "\n").encode()})
+    return _with_pairs(PerfModel(hardware, target, manifest), timings, launches, unseen)
 
 
 def fit_pairs(hardware_name: str) -> dict[str, Any]:
@@ -349,6 +277,44 @@ def fit_pairs(hardware_name: str) -> dict[str, Any]:
     model, everything = load(hardware_name), read_timings(hardware_name)
     launches = read_launches(everything, data_folder() / hardware_name)
     return _with_pairs(model, fitted_rows(everything), launches, _to_judge(everything))
+
+
+def fit_intervals(hardware_name: str) -> dict[str, Any]:
+    """Make a shipped GPU's intervals as wide as its fresh sweeps ask, and judge it by these; returns the manifest.
+
+    How often left-out runs are inside (`held_out`, `classes`) stays as the last fit found it.
+
+    Raises:
+        ValueError, FileNotFoundError: as `load` and `read_timings`.
+    """
+    model, everything = load(hardware_name), read_timings(hardware_name)
+    unseen = _to_judge(everything)
+    unseen = unseen[unseen["kernel"].isin(list(model.manifest["kernels"]))].reset_index(drop=True)
+    times, ends, asked = of_model(model, unseen)
+    lowered = {kernel: lower_factors(entry) for kernel, entry in model.manifest["kernels"].items()}
+    kernels = raise_factors(lowered, asked.powers())
+    for kernel, drawn in shown(unseen, times).items():
+        kernels[kernel]["fresh"] = drawn
+    manifest = model.manifest | _judged_on_sweeps(unseen, times, asked.raised(times, ends)) | {"kernels": kernels}
+    _write(model.folder, {"manifest.json": (json.dumps(manifest, indent=1) + "\n").encode()})
+    if "pairs" not in manifest:
+        return manifest
+    return judge_choices(replace(model, manifest=manifest), unseen, NEVER_SEEN, TORCH_GEMMS)
+
+
+def _to_judge(everything: pd.DataFrame) -> pd.DataFrame:
+    """Settled timings of sweeps that no fit sees."""
+    return everything[everything["settled"] & everything["sweep"].isin(list(NEVER_SEEN))]
+
+
+def _judged_on_sweeps(unseen: pd.DataFrame, times: np.ndarray, ends: np.ndarray) -> dict[str, Any]:
+    """`judge` of each sweep that no fit sees and that there is, by its key in a manifest."""
+    found = {}
+    for sweep, key in NEVER_SEEN.items():
+        mine = (unseen["sweep"] == sweep).to_numpy()
+        if mine.any():
+            found[key] = judge(unseen[mine].reset_index(drop=True), times[mine], ends[mine])
+    return found
 
 
 def _with_pairs(model: PerfModel, timings: pd.DataFrame, launches: pd.DataFrame | None, unseen: pd.DataFrame) -> dict[str, Any]:
@@ -448,7 +414,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     alone = parser.add_mutually_exclusive_group()
     alone.add_argument("--pairs", action="store_true", help="what pairs of kernels differ by alone, the kernels as they are")
-    alone.add_argument("--intervals", action="store_true", help="intervals alone, as after a fresh sweep, the trees as they are")
+    alone.add_argument(
+        "--intervals", action="store_true", help="how wide fresh sweeps ask intervals to be alone, the trees as they are"
+    )
     options = parser.parse_args(arguments)
     part = "--pairs" if options.pairs else "--intervals" if options.intervals else ""
     if part and (options.timings or options.hardware_spec or options.start or options.out):

@@ -98,23 +98,20 @@ def test_intervals_follow_a_fresh_sweep_and_trees_stay(sweep, fitted, tmp_path, 
     after = perfmodel.load("mine", calibration=tmp_path / "mine")
     assert files == {path.name: path.read_bytes() for path in after.folder.glob("*.gz")}
     entries = [manifest["kernels"]["torch/bf16"] for manifest in (before, after.manifest)]
-    assert entries[0]["held_out"]["mape"] == pytest.approx(entries[1]["held_out"]["mape"])
-    assert entries[0]["held_out"]["coverage"] < 0.97 < entries[1]["held_out"]["coverage"]
+    assert all(entries[0][part] == entries[1][part] for part in ("held_out", "classes", "cells", "range"))
     assert after.manifest["held_out_blind7"]["kernels"]["torch/bf16"]["n"] == 4000 and "held_out_blind7" not in before
     told = (one.predict(new).assign(us=new["p50_us"].to_numpy()) for one in (model, after))
     then, now = (each.eval("low_us <= us <= high_us").mean() for each in told)
     assert then < 0.6 and 0.8 < now < 0.95
 
 
-def test_intervals_alone_are_of_a_shipped_fit_of_its_own(capsys):
+def test_intervals_alone_are_of_a_shipped_fit(capsys):
     with pytest.raises(SystemExit) as stopped:
         fit.main(["--intervals", "--start", "h200"])
     assert stopped.value.code == 2 and "--intervals is of a shipped fit as it is" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stopped:
         fit.main(["--intervals", "--pairs"])
     assert stopped.value.code == 2
-    assert fit.main(["--hardware", "h100", "--intervals"]) == 2
-    assert "python -m perfmodel.fit --hardware h100 --start h200" in capsys.readouterr().err
 
 
 def test_a_fit_that_is_interrupted_leaves_what_was_there(sweep, tmp_path, monkeypatch):
