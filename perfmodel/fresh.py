@@ -126,9 +126,7 @@ class Fresh:
 
     @cached_property
     def _largest(self) -> npt.NDArray[np.bool_]:
-        return np.logical_or.reduce(
-            [np.zeros(len(self.family), bool), *(r for n, r in self._rows_of.items() if n.endswith(LARGEST))]
-        )
+        return np.array([name.endswith(LARGEST) for name in self.family], dtype=bool)
 
     def powers(self, without: str | None = None) -> Powers:
         """The power of each size class's interval factors, by family; of what there are no rows of it is 1, and not there.

@@ -137,8 +137,9 @@ def wider(kernel: str, sizes: Sizes, entry: Mapping[str, Any]) -> Array:
 
 def by_digits(sizes: Sizes, entry: Mapping[str, Any]) -> Array:
     """The power of `wider_by_digits` of each call, (calls,): 1 of the largest ones, and of a kernel that has none."""
-    powers = np.asarray(entry.get("wider_by_digits", [1.0] * (len(DIGITS) + 1)))
-    return np.where(are_largest(sizes), 1.0, powers[digits(sizes)])
+    if (powers := entry.get("wider_by_digits")) is None:
+        return np.ones(len(sizes[0]))
+    return np.where(are_largest(sizes), 1.0, np.asarray(powers)[digits(sizes)])
 
 
 def digits(sizes: Sizes) -> npt.NDArray[np.int64]:
