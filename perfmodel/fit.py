@@ -254,7 +254,7 @@ def fit(
         "unsettled": len(everything) - len(settled),
         "shapes": int(timings.groupby(SHAPE).ngroups),
         "launches": 0 if launches is None else int(launches["kernel"].isin(list(first)).sum()),
-        **({"start": {"hardware": start, "fingerprint": begun.fingerprint}} if begun else {}),
+        **({"start": {"hardware": start, "kernels_fingerprint": begun.kernels_fingerprint}} if begun else {}),
         "held_out": f"{FOLDS}-fold cross-validation by whole shapes",
         **{name: value for name, value in judged.items() if value is not None},
         **(

@@ -124,6 +124,23 @@ class PerfModel:
         """Identity of the fitted model and its data."""
         return hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode()).hexdigest()[:16]
 
+    @property
+    def kernel_files(self) -> list[str]:
+        """Names of the files in `folder` that hold what was learned of each kernel; of pairs, see `pair_file`."""
+        names = []
+        for kernel, entry in self.manifest["kernels"].items():
+            optional = {"network": network_file(kernel), "choice": choice_file(kernel)}
+            names += [model_file(kernel), *(name for part, name in optional.items() if entry.get(part))]
+        return names
+
+    @property
+    def kernels_fingerprint(self) -> str:
+        """Identity of what was learned of the kernels, from which another GPU's fit begins; other intervals leave it as it is."""
+        digest = hashlib.sha256()
+        for name in sorted(self.kernel_files):
+            digest.update(name.encode() + (self.folder / name).read_bytes())
+        return digest.hexdigest()[:16]
+
     @cached_property
     def _loaded(self) -> dict[str, tuple[Network | None, Trees]]:
         return {}

@@ -11,7 +11,7 @@ from typing import Any
 from perfmodel import hardware as hardware_module
 from perfmodel.data_folder import data_folder
 from perfmodel.hardware import HardwareSpec
-from perfmodel.model import PerfModel, choice_file, model_file, network_file
+from perfmodel.model import PerfModel
 from perfmodel.pairs import pair_file, pairs_in
 
 SCHEMA_VERSION = 2
@@ -71,14 +71,11 @@ def _open(spec: HardwareSpec, folder: Path) -> PerfModel:
     check_version(path, manifest, SCHEMA_VERSION)
     if manifest.get("hardware") != spec.name or "kernels" not in manifest:
         raise ValueError(f"{path} is no time model of {spec.name}; it says hardware {manifest.get('hardware')!r}")
-    names = list(map(pair_file, pairs_in(manifest)))
-    for kernel, entry in manifest["kernels"].items():
-        optional = {"network": network_file(kernel), "choice": choice_file(kernel)}
-        names += [model_file(kernel), *(name for part, name in optional.items() if entry.get(part))]
-    for name in names:
+    model = PerfModel(spec, folder, manifest)
+    for name in [*map(pair_file, pairs_in(manifest)), *model.kernel_files]:
         if not (folder / name).is_file():
             raise ValueError(f"{folder / name} is missing; copy the folder whole")
-    return PerfModel(spec, folder, manifest)
+    return model
 
 
 def load(hardware: str = "h200", calibration: Path | None = None) -> PerfModel:

@@ -347,7 +347,7 @@ def test_a_fit_need_not_hold_what_other_libraries_lack(tmp_path, monkeypatch):
     document = collect(tmp_path / "own", minutes=6)
     assert document["model"] == "fitted to this GPU, from where the H200's ends" and set(document["held_out"]) == set(kernels)
     manifest = json.loads((tmp_path / "own" / "perfmodel" / "manifest.json").read_text())
-    assert manifest["start"] == {"hardware": "h200", "fingerprint": perfmodel.load("h200").fingerprint}
+    assert manifest["start"] == {"hardware": "h200", "kernels_fingerprint": perfmodel.load("h200").kernels_fingerprint}
     assert json.loads((tmp_path / "own" / "hardware.json").read_text())["like"] == "h200"
     assert "not in it, for they have fewer than 30 rows: loka/fp8_rowwise_fast" in document["left_out"]
 

@@ -1,5 +1,9 @@
 """Learning a GPU from another's model, on made-up GPUs whose every time is known."""
 
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -122,7 +126,7 @@ def test_a_fit_says_where_it_began_and_keeps_the_range(base, tmp_path):
     )
     (tmp_path / "spec.json").write_text(spec)
     manifest = fit(folder=tmp_path / "out", timings_folder=folder, spec=tmp_path / "spec.json", start="h200")
-    assert manifest["start"]["hardware"] == "h200" and manifest["start"]["fingerprint"] == base.fingerprint
+    assert manifest["start"] == {"hardware": "h200", "kernels_fingerprint": base.kernels_fingerprint}
     assert manifest["command"].endswith("--start h200")
     # Fewer rows than a fit from nothing needs, and larger calls than measured here that the H200 ran.
     assert set(manifest["kernels"]) == {GEMM, MEMORY}
@@ -135,10 +139,23 @@ def test_a_fit_says_where_it_began_and_keeps_the_range(base, tmp_path):
         fit(folder=tmp_path / "out", timings_folder=folder, spec=tmp_path / "spec.json", start="a100")
 
 
+def test_where_a_fit_began_is_told_by_what_was_learned_not_by_intervals(base, tmp_path):
+    folder = Path(shutil.copytree(base.folder, tmp_path / "models"))
+    wider = {name: {**entry, "wider_by_digits": [2.0]} for name, entry in base.manifest["kernels"].items()}
+    copied = replace(base, folder=folder, manifest={**base.manifest, "kernels": wider})
+    assert copied.kernels_fingerprint == base.kernels_fingerprint and copied.fingerprint != base.fingerprint
+    for name in copied.kernel_files[:2]:  # trees, and the network beside them
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole + b" ")
+        assert copied.kernels_fingerprint != base.kernels_fingerprint
+        (folder / name).write_bytes(whole)
+    assert copied.kernels_fingerprint == base.kernels_fingerprint
+
+
 def test_the_h100_that_ships_began_from_the_h200_that_ships(base):
     """Else it is to be fitted again: python -m perfmodel.fit --hardware h100 --start h200."""
     shipped = perfmodel.load("h100")
-    assert shipped.manifest["start"] == {"hardware": "h200", "fingerprint": base.fingerprint}
+    assert shipped.manifest["start"] == {"hardware": "h200", "kernels_fingerprint": base.kernels_fingerprint}
     assert shipped.hardware.like == "h200"
     # As fast where the clock is the bound, slower where the memory is.
     rows = pd.DataFrame([(GEMM, 8192, 4096, 4096), (MEMORY, 8192, 1, 32768)], columns=["kernel", "m", "n", "k"])
