@@ -22,6 +22,7 @@ from perfmodel.topology import Cluster
 if TYPE_CHECKING:
     from perfmodel.collectives import CollectiveModel
     from perfmodel.model import PerfModel
+    from perfmodel.overlap import OverlapModel
 
 BF16_BYTES = 2
 BUCKET_BYTES = 25 * 2**20
@@ -140,6 +141,7 @@ class Communication:
         units: Dense parameters in forward order.
         missing: Why there is no figure, in words; None where there is one.
         like: Name of the GPU whose collectives these are, where none were measured on the job's own.
+        overlap: What collectives and the kernels beside them cost each other; None where that is not known.
     """
 
     parallel: Parallel
@@ -149,6 +151,7 @@ class Communication:
     units: tuple[Unit, ...] = ()
     missing: str | None = None
     like: str | None = None
+    overlap: OverlapModel | None = None
 
     @property
     def calls(self) -> tuple[Collective, ...]:
@@ -201,7 +204,8 @@ def communication(spec: ModelSpec, parallel: Parallel, timing: PerfModel) -> Com
         Unit(sites, size, known[gather] if gather else None, tuple(known[call] for call in reduce))
         for (sites, size), (gather, reduce) in zip(units, calls, strict=True)
     )
-    return Communication(parallel, embeddings, dense, known[exchange[0]] if exchange else None, made, like=model.like)
+    whole = known[exchange[0]] if exchange else None
+    return Communication(parallel, embeddings, dense, whole, made, like=model.like, overlap=timing.overlap)
 
 
 def _exchange(spec: ModelSpec, parallel: Parallel, size: int, model: CollectiveModel) -> Call:

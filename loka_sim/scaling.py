@@ -89,6 +89,7 @@ def _row(answer: WhatIf, alone: dict[str, float]) -> dict[str, Any]:
         "speedup": bf16.total_us / total,
         "communication_us": sum(call.time.us for call in found.calls) if found else 0.0,
         "exposed_us": decided.exposed_us,
+        "slowed_us": decided.slowed_us,
         "efficiency": alone[DECISION] / total,
         "samples_per_s": answer.settings.gpus * answer.settings.batch / total * 1e6,
     }

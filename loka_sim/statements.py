@@ -179,4 +179,17 @@ def _left_out(answer: WhatIf) -> Iterable[Statement]:
             yield "warning", "Embeddings and their gradients travel in FP8: what that costs in accuracy is not predicted."
         if not answer.communication.missing:
             yield "note", ("On several GPUs tables are spread evenly, what reads them waits for the embeddings, and the step "
-                           "ends with the last reduction. Collectives are taken not to slow what runs beside them.")  # fmt: skip
+                           f"ends with the last reduction. {_overlap(answer)}")  # fmt: skip
+
+
+def _overlap(answer: WhatIf) -> str:
+    """What is taken of kernels and collectives that run at once."""
+    found = answer.communication
+    if found is None or found.overlap is None:
+        return "Collectives are taken not to slow what runs beside them: that was not measured."
+    model = found.overlap
+    network = " Those across hosts are taken to slow kernels as much as those inside one, which was not measured."
+    return (
+        f"Kernels and collectives that run at once slow each other, as measured between {model.ranks} GPUs, "
+        f"{written(model.measured_on.name)}.{network if found.parallel.hosts > 1 else ''}"
+    )

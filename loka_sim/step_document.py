@@ -31,7 +31,7 @@ _DENSE_WORDS = {
 
 
 def summary(timeline: Timeline) -> dict[str, Any]:
-    """A timeline's total with its interval, what is exposed, streams and critical path."""
+    """A timeline's total with its interval, what communication costs, streams and critical path."""
     low, high = timeline.interval()
     total = timeline.total_us
     return {
@@ -39,6 +39,7 @@ def summary(timeline: Timeline) -> dict[str, Any]:
         "step_low_us": low,
         "step_high_us": high,
         "exposed_us": timeline.exposed_us,
+        "slowed_us": timeline.slowed_us,
         "operations": len(timeline.ops),
         "streams": {
             name: {"busy_us": timeline.busy_us(name), "share": timeline.busy_us(name) / total if total else 0.0}
@@ -67,6 +68,7 @@ def communication_document(answer: WhatIf) -> dict[str, Any] | None:
         "all_reduce_us": found.dense_us,
         "basis": found.basis,
         "exposed_us": None,
+        "slowed_us": None,
         "step_us": None,
         "speedup": None,
         "text": in_words(found),
@@ -74,7 +76,8 @@ def communication_document(answer: WhatIf) -> dict[str, Any] | None:
     if found.missing:
         return result
     decided, bf16_us = summary(answer.timelines[DECISION]), answer.timelines[BF16].total_us
-    figures = {key: decided[key] for key in ("exposed_us", "step_us", "step_low_us", "step_high_us", "streams", "critical_us")}
+    keys = ("exposed_us", "slowed_us", "step_us", "step_low_us", "step_high_us", "streams", "critical_us")
+    figures = {key: decided[key] for key in keys}
     spans = answer.timelines[DECISION].spans(lambda op: str(op.details["phase"]) if op.stream == COMPUTE else op.kind)
     figures["lanes"] = [{"stream": name, "spans": [list(span) for span in some]} for name, some in spans.items()]
     return {**result, **figures, "bf16_step_us": bf16_us, "speedup": bf16_us / decided["step_us"]}

@@ -17,6 +17,7 @@ from loka_sim.communication import Collective, Communication, Unit
 from loka_sim.dispatch.candidates import Row
 from loka_sim.dispatch.cost import Time
 from loka_sim.dispatch.steps import RUNTIME, as_run, torch_makes
+from loka_sim.overlap import slower
 from perfmodel.kernels import KERNELS
 from perfmodel.timeline import COMPUTE, Op, Timeline, schedule
 
@@ -335,4 +336,5 @@ def timeline(
         return [as_run(row, known) if converted.runner != RUNTIME else row for row in beside_gemms]
 
     pieces = site_pieces(answer.sites, known, unfused, around=not others)
-    return schedule(plan([*pieces, *others], answer.communication))
+    ops = plan([*pieces, *others], answer.communication)
+    return schedule(ops, slower(ops, answer.communication.overlap) if answer.communication else None)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from perfmodel.collectives import CollectiveModel
+    from perfmodel.overlap import OverlapModel
     from perfmodel.explain import Explanation
     from perfmodel.topology import Cluster
 
@@ -383,6 +384,14 @@ class PerfModel:
         from perfmodel import collectives
 
         return collectives.load(self.hardware, self.calibration)
+
+    @cached_property
+    def overlap(self) -> OverlapModel | None:
+        """What kernels and collectives that run at once cost each other, of the calibration where it measured that, of this GPU or
+        of the nearest one of which it is known; None where it is of none."""
+        from perfmodel import overlap
+
+        return overlap.load(self.hardware, self.calibration)
 
     def predict_collective(self, frame: pd.DataFrame, cluster: Cluster | None = None) -> pd.DataFrame:
         """Times of collectives, inside one host or over several; see `CollectiveModel.predict`.

@@ -1,7 +1,8 @@
 """A discrete-event schedule of operations on streams: when each runs, what bounds the total, what is exposed.
 
 A stream runs its operations one after the other in the order in which they are listed, as a CUDA stream does; an
-operation starts when its stream is free and all that it waits for has ended.
+operation starts when its stream is free and all that it waits for has ended. While an operation of `COMPUTE` and one of another
+stream run at the same time, both may go on more slowly.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ COMPUTE = "compute"
 
 SAMPLES = 400
 
+SLOWER_DEVIATION = 0.25
+"""Standard deviation of the share by which all that operations take longer beside others is off together."""
+
 
 @dataclass(frozen=True)
 class Op:
@@ -32,7 +36,7 @@ class Op:
     Attributes:
         name: Unique in its schedule.
         stream: Where it runs: `COMPUTE`, or a fabric's.
-        us: Its duration in microseconds.
+        us: Its duration in microseconds while nothing runs beside it.
         low_us: Lower end of the duration's 90% interval.
         high_us: Upper end.
         after: Names of operations, listed before it, that must have ended.
@@ -59,17 +63,19 @@ class Timeline:
     Attributes:
         ops: As listed.
         starts: When each begins, in microseconds.
+        ends: When each has ended: later than its duration says where others ran beside it.
         waits: Indices of the operations that each waits for: those it names and the one before it on its stream.
     """
 
     ops: tuple[Op, ...]
     starts: tuple[float, ...]
+    ends: tuple[float, ...]
     waits: tuple[tuple[int, ...], ...]
 
     @cached_property
-    def ends(self) -> tuple[float, ...]:
-        """When each ends, in microseconds."""
-        return tuple(start + op.us for start, op in zip(self.starts, self.ops, strict=True))
+    def spent_us(self) -> tuple[float, ...]:
+        """How long each runs."""
+        return tuple(end - start for start, end in zip(self.starts, self.ends, strict=True))
 
     @property
     def total_us(self) -> float:
@@ -95,7 +101,12 @@ class Timeline:
 
     def busy_us(self, stream: str) -> float:
         """How long a stream runs something."""
-        return sum(op.us for op in self.ops if op.stream == stream)
+        return sum(spent for op, spent in zip(self.ops, self.spent_us, strict=True) if op.stream == stream)
+
+    @property
+    def slowed_us(self) -> float:
+        """How much longer `COMPUTE` runs for what runs beside it."""
+        return max(0.0, self.busy_us(COMPUTE) - sum(op.us for op in self.ops if op.stream == COMPUTE))
 
     @cached_property
     def exposed_us(self) -> float:
@@ -123,7 +134,7 @@ class Timeline:
         sums: dict[str, float] = {}
         for i in range(len(self.ops)) if only is None else only:
             key = getattr(self.ops[i], by)
-            sums[key] = sums.get(key, 0.0) + self.ops[i].us
+            sums[key] = sums.get(key, 0.0) + self.spent_us[i]
         return dict(sorted(sums.items(), key=lambda entry: -entry[1]))
 
     def spans(self, label: Callable[[Op], str], resolution: float = 1e-3) -> dict[str, list[tuple[float, float, str]]]:
@@ -146,8 +157,9 @@ class Timeline:
     def interval(self, seed: int = 0, samples: int = SAMPLES) -> tuple[float, float]:
         """The total's 90% interval: the schedule run again with durations drawn from theirs.
 
-        What is `alike` is drawn once; beside that all of `COMPUTE` is off together by `COMMON_DEVIATION`. Draws are
-        normal on either side of a duration, each side as wide as its own half of the interval.
+        What is `alike` is drawn once; beside that all of `COMPUTE` is off together by `COMMON_DEVIATION`, and what operations
+        take longer beside others by `SLOWER_DEVIATION`. Draws are normal on either side of a duration, each side as wide as its
+        own half of the interval.
         """
         if not self.ops:
             return 0.0, 0.0
@@ -159,7 +171,7 @@ class Timeline:
             return np.concatenate([normal, -normal])
 
         shared: dict[str, Array] = {}
-        common = 1 + COMMON_DEVIATION * draw()
+        common, slower = 1 + COMMON_DEVIATION * draw(), np.maximum(1 + SLOWER_DEVIATION * draw(), 0.0)
         ends = np.empty((len(self.ops), 2 * half))
         for i, (op, waits) in enumerate(zip(self.ops, self.waits, strict=True)):
             if op.alike is None:
@@ -170,6 +182,8 @@ class Timeline:
                 normal = shared[op.alike]
             time = op.us + normal / NORMAL_90 * np.where(normal > 0, op.high_us - op.us, op.us - op.low_us)
             time = np.maximum(time, 0.0) * (common if op.stream == COMPUTE else 1.0)
+            if (more := self.spent_us[i] - op.us) > 0:
+                time = time * (1 + more / op.us * slower)
             ends[i] = time
             if waits:
                 ends[i] += ends[waits[0]] if len(waits) == 1 else ends[list(waits)].max(axis=0)
@@ -177,19 +191,80 @@ class Timeline:
         return min(float(low), self.total_us), max(float(high), self.total_us)
 
 
-def schedule(ops: Sequence[Op]) -> Timeline:
+Slower = Callable[[Op, Op], tuple[float, float]]
+"""How many times as long an operation of `COMPUTE` takes beside another stream's, and that beside it; each 1 or more."""
+
+
+def schedule(ops: Sequence[Op], slower: Slower | None = None) -> Timeline:
     """Run operations on their streams.
 
     Args:
         ops: In the order in which they are issued; each stream keeps it.
+        slower: What those that run at the same time cost one another; None for nothing. Beside several an operation of
+            `COMPUTE` goes as slowly as beside the worst of them.
 
     Raises:
         ValueError: two operations of one name, one that waits for what is not listed before it, or a duration that is
             none or outside its own interval.
     """
+    waits = _waits(ops)
+    queues: dict[str, list[int]] = {}
+    for i, op in enumerate(ops):
+        queues.setdefault(op.stream, []).append(i)
+    starts, ends = [0.0] * len(ops), [0.0] * len(ops)
+    ended: set[int] = set()
+    left: dict[int, float] = {}
+    place = dict.fromkeys(queues, 0)
+    now = 0.0
+    while True:
+        # Whatever may begin does, and what takes no time has ended at once, so that more may.
+        while begun := [
+            queue[place[stream]]
+            for stream, queue in queues.items()
+            if place[stream] < len(queue) and queue[place[stream]] not in left and ended.issuperset(waits[queue[place[stream]]])
+        ]:
+            for i in begun:
+                starts[i] = now
+                left[i] = ops[i].us
+                if not ops[i].us:
+                    del left[i]
+                    _end(i, now, ops, ends, ended, place)
+        if not left:
+            break
+        rates = _rates(list(left), ops, slower)
+        first = min(left, key=lambda i: left[i] / rates[i])
+        elapsed = left[first] / rates[first]
+        now += elapsed
+        for i in list(left):
+            left[i] = max(left[i] - elapsed * rates[i], 0.0)
+        for i in [i for i, rest in left.items() if i == first or not rest]:
+            del left[i]
+            _end(i, now, ops, ends, ended, place)
+    return Timeline(tuple(ops), tuple(starts), tuple(ends), waits)
+
+
+def _end(i: int, now: float, ops: Sequence[Op], ends: list[float], ended: set[int], place: dict[str, int]) -> None:
+    ends[i] = now
+    ended.add(i)
+    place[ops[i].stream] += 1
+
+
+def _rates(running: Sequence[int], ops: Sequence[Op], slower: Slower | None) -> dict[int, float]:
+    """How fast each that runs goes on, 1 for as if alone."""
+    rates = dict.fromkeys(running, 1.0)
+    computing = next((i for i in running if ops[i].stream == COMPUTE), None)
+    if slower is not None and computing is not None:
+        for i in running:
+            if i != computing:
+                own, other = slower(ops[computing], ops[i])
+                rates[computing], rates[i] = min(rates[computing], 1 / own), 1 / other
+    return rates
+
+
+def _waits(ops: Sequence[Op]) -> tuple[tuple[int, ...], ...]:
+    """Indices of what each operation waits for; raises as `schedule` does."""
     index: dict[str, int] = {}
     last: dict[str, int] = {}
-    starts: list[float] = []
     waits: list[tuple[int, ...]] = []
     for i, op in enumerate(ops):
         if op.name in index:
@@ -202,7 +277,6 @@ def schedule(ops: Sequence[Op]) -> Timeline:
         before = [index[name] for name in op.after]
         if op.stream in last:
             before.append(last[op.stream])
-        starts.append(max((starts[j] + ops[j].us for j in before), default=0.0))
         waits.append(tuple(dict.fromkeys(before)))
         index[op.name] = last[op.stream] = i
-    return Timeline(tuple(ops), tuple(starts), tuple(waits))
+    return tuple(waits)

@@ -91,11 +91,12 @@ def _steps(document: dict[str, Any], style: Style) -> list[str]:
     more = _whole(document)
     if communication is not None and communication["exposed_us"] is not None:
         ends = f" [{communication['step_low_us']:,.0f}, {communication['step_high_us']:,.0f}]"
+        slowed = f", kernels slowed by {communication['slowed_us']:,.0f}" if communication.get("slowed_us") else ""
         more = [
             *more,
             "",
             f"  on {communication['gpus']:,} GPUs: {communication['step_us']:,.0f} us{ends}, {communication['speedup']:.2f}x; "
-            f"communication exposed {communication['exposed_us']:,.0f} us",
+            f"communication exposed {communication['exposed_us']:,.0f} us{slowed}",
         ]
     return [style(head, "dim"), *body, *more]
 

@@ -57,6 +57,7 @@ def scaling_screen(document: dict[str, Any], style: Style) -> str:
         "speedup",
         "communication",
         "exposed",
+        "slowed by",
         "efficiency",
         "samples/s",
         "",
@@ -64,17 +65,17 @@ def scaling_screen(document: dict[str, Any], style: Style) -> str:
     rows: list[tuple[str, ...]] = [head_words]
     for row in document["rows"]:
         if "missing" in row:
-            rows.append((f"{row['gpus']:,}", *["-"] * 8, ""))
+            rows.append((f"{row['gpus']:,}", *["-"] * 9, ""))
             continue
         ends = f"[{row['step_low_us']:,.0f}, {row['step_high_us']:,.0f}]"
-        us = [f"{row[key]:,.0f}" for key in ("bf16_step_us", "communication_us", "exposed_us")]
+        us = [f"{row[key]:,.0f}" for key in ("bf16_step_us", "communication_us", "exposed_us", "slowed_us")]
         rows.append(
             (
-                f"{row['gpus']:,}", f"{row['step_us']:,.0f}", ends, us[0], f"{row['speedup']:.2f}x", us[1], us[2],
+                f"{row['gpus']:,}", f"{row['step_us']:,.0f}", ends, us[0], f"{row['speedup']:.2f}x", *us[1:],
                 f"{row['efficiency']:.0%}", _rate(row["samples_per_s"]), row["basis"] or "",
             )
         )  # fmt: skip
-    head, *body = table(rows, "rrrrrrrrrl", indent=0)
+    head, *body = table(rows, "rrrrrrrrrrl", indent=0)
     missing = [f"{row['gpus']:,} GPUs: {row['missing']}." for row in document["rows"] if "missing" in row]
     said = [style(line, "yellow") for text in missing for line in wrap(text, "  ! ", "    ")]
     return "\n".join([*lines, "", style(head, "dim"), *body, "", *said, *statements(document, style)])
@@ -110,7 +111,8 @@ def _streams(document: dict[str, Any], style: Style) -> list[str]:
             cells.append(f"{busy['busy_us']:,.0f} ({busy['share']:.0%})")
         rows.append((f"{name}, busy", *cells))
     if len(names) > 1:
-        rows.append(("communication, exposed", *(f"{step['exposed_us']:,.0f}" for step in document["steps"].values())))
+        for words, key in (("communication, exposed", "exposed_us"), ("kernels slowed by it", "slowed_us")):
+            rows.append((words, *(f"{step[key]:,.0f}" for step in document["steps"].values())))
     head, *body = table(rows, "l" + "r" * len(document["steps"]))
     return [style(head, "dim"), *body]
 

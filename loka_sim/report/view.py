@@ -202,6 +202,7 @@ def _communication(document: Record) -> Record | None:
             words.micro(found["all_reduce_us"]),
         ),
         ("exposed: not behind compute", "", words.micro(found["exposed_us"])),
+        ("kernels slowed by it", "", words.micro(found.get("slowed_us"))),
         ("step with it, as decided", "", words.micro(found["step_us"])),
     ]
     return {
