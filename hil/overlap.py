@@ -36,6 +36,9 @@ from hil.files import write_atomic
 from hil.kernels.base import Shape
 from hil.launches import takes
 from hil.shapes import gemm_shapes, interaction_shapes, memory_shapes
+from perfmodel.choice import PARTS
+from perfmodel.judge import SHAPE
+from perfmodel.overlap import tiles
 
 NAME = "overlap"
 METHOD = "replays of a kernel's graph beside collectives on a stream of their own; see hil/overlap.py"
@@ -60,6 +63,25 @@ class Work:
     kernel: str
     shape: Shape
     beside: tuple[tuple[str, int], ...]
+
+
+def asked_tiles(works: Sequence[Work]) -> dict[tuple[str, Shape], float]:
+    """Tiles of every kernel's result (`perfmodel.overlap.tiles`), cuBLAS's as it answers when it is asked."""
+    from hil.asking import KERNELS_ASKED, asked_of
+
+    calls = [(work.kernel, work.shape) for work in works]
+    answers = asked_of([call for call in calls if call[0] in KERNELS_ASKED])
+    told = {
+        (kernel, Shape(*sizes)): np.array([parts])
+        for kernel, sizes, parts in zip(
+            answers["kernel"], answers[SHAPE].to_numpy(), answers[list(PARTS)].to_numpy(), strict=True
+        )
+    }
+    found = {}
+    for kernel, shape in calls:
+        m, n, k, groups = (np.array([float(size)]) for size in (shape.m, shape.n, shape.k, shape.groups))
+        found[kernel, shape] = float(tiles(kernel, m, n, k, groups, told.get((kernel, shape)))[0])
+    return found
 
 
 def drawn(count: int, seed: int) -> list[Work]:
@@ -146,8 +168,8 @@ class Bench:
         return span[1] - span[0], inside(at, *span), not at or at[-1] >= span[1]
 
 
-def measure(work: Work, bench: Bench, pool: Any, group: Any) -> Iterator[dict[str, Any]]:
-    """Rows of a kernel, one for each collective beside it; times are the mean over ranks, the median of turns.
+def measure(work: Work, tiled: float, bench: Bench, pool: Any, group: Any) -> Iterator[dict[str, Any]]:
+    """Rows of a kernel of so many tiles, one for each collective beside it; times are the mean over ranks, the median of turns.
 
     A kernel that fails on any rank, or whose result is wrong, is named on stderr and left out on all.
     """
@@ -191,7 +213,7 @@ def measure(work: Work, bench: Bench, pool: Any, group: Any) -> Iterator[dict[st
         calls, s = replays * launches / 1e3, work.shape
         yield {
             "kernel": work.kernel, "m": s.m, "n": s.n, "k": s.k, "groups": s.groups,
-            "op": op, "ranks": dist.get_world_size(group), "bytes_per_rank": size,
+            "tiles": tiled, "op": op, "ranks": dist.get_world_size(group), "bytes_per_rank": size,
             "alone_us": statistics.median(alone) / calls, "beside_us": statistics.median(beside) / calls,
             "exchange_alone_us": 1e3 * statistics.median(exchange_alone),
             "exchange_beside_us": 1e3 * statistics.median(exchange_beside),
@@ -227,7 +249,7 @@ def collect(out: Path, works: Sequence[Work], minutes: float, arguments: list[st
     group = dist.new_group(list(range(ranks)))
     bench = Bench(Place(device, group, rank, ranks, 0))
     pool = BufferPool(elements=max(2**28, *(2 * work.shape.largest_operand for work in works)))
-    rows: list[dict[str, Any]] = []
+    tiled, rows = asked_tiles(works), list[dict[str, Any]]()
     deadline = time.monotonic() + 60 * minutes
     run = describe(device, arguments)
     run["command"] = run["command"].replace("hil.collectives", "hil.overlap")
@@ -246,7 +268,7 @@ def collect(out: Path, works: Sequence[Work], minutes: float, arguments: list[st
             if not rank:
                 print(f"out of time after {number - 1} of {len(works)} kernels and shapes", file=sys.stderr)
             return False
-        rows += measure(work, bench, pool, group)
+        rows += measure(work, tiled[work.kernel, work.shape], bench, pool, group)
         torch._dynamo.reset()
         if not rank and rows and (number % 10 == 0 or number == len(works)):
             save()

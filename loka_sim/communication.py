@@ -9,7 +9,7 @@ gradients travel in bf16.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from loka_sim.cluster import check_gpus
@@ -21,8 +21,8 @@ from perfmodel.topology import Cluster
 
 if TYPE_CHECKING:
     from perfmodel.collectives import CollectiveModel
+    from perfmodel.hardware import HardwareSpec
     from perfmodel.model import PerfModel
-    from perfmodel.overlap import OverlapModel
 
 BF16_BYTES = 2
 BUCKET_BYTES = 25 * 2**20
@@ -116,12 +116,15 @@ class Unit:
         size_bytes: Their size in bf16.
         gather: Before their forward, and again before their backward; None where they are replicated.
         reduce: What their gradients go through, in order.
+        copy: Reading and writing as many bytes once: gradients into what is reduced, gathered parameters to their places.
+            From the bandwidth; None where that is not known.
     """
 
     sites: tuple[str, ...]
     size_bytes: int
     gather: Collective | None
     reduce: tuple[Collective, ...]
+    copy: Time | None = None
 
     @property
     def calls(self) -> tuple[Collective, ...]:
@@ -141,7 +144,7 @@ class Communication:
         units: Dense parameters in forward order.
         missing: Why there is no figure, in words; None where there is one.
         like: Name of the GPU whose collectives these are, where none were measured on the job's own.
-        overlap: What collectives and the kernels beside them cost each other; None where that is not known.
+        timing: The time model that says so, and what collectives and the kernels beside them cost each other.
     """
 
     parallel: Parallel
@@ -151,7 +154,7 @@ class Communication:
     units: tuple[Unit, ...] = ()
     missing: str | None = None
     like: str | None = None
-    overlap: OverlapModel | None = None
+    timing: PerfModel | None = field(default=None, compare=False, repr=False)
 
     @property
     def calls(self) -> tuple[Collective, ...]:
@@ -201,11 +204,19 @@ def communication(spec: ModelSpec, parallel: Parallel, timing: PerfModel) -> Com
     except (ValueError, FileNotFoundError) as error:
         return Communication(parallel, embeddings, dense, missing=str(error).rstrip("."))
     made = tuple(
-        Unit(sites, size, known[gather] if gather else None, tuple(known[call] for call in reduce))
+        Unit(
+            sites, size, known[gather] if gather else None, tuple(known[call] for call in reduce), _copied(size, timing.hardware)
+        )
         for (sites, size), (gather, reduce) in zip(units, calls, strict=True)
     )
     whole = known[exchange[0]] if exchange else None
-    return Communication(parallel, embeddings, dense, whole, made, like=model.like, overlap=timing.overlap)
+    return Communication(parallel, embeddings, dense, whole, made, like=model.like, timing=timing)
+
+
+def _copied(size: int, hardware: HardwareSpec) -> Time:
+    """So many bytes read and written, by the bandwidth of a large copy; 20% either way is assumed."""
+    us = 2 * size / (hardware.copy_bandwidth_tbs * 1e6)
+    return Time(us, 0.8 * us, 1.2 * us)
 
 
 def _exchange(spec: ModelSpec, parallel: Parallel, size: int, model: CollectiveModel) -> Call:

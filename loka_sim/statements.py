@@ -185,9 +185,9 @@ def _left_out(answer: WhatIf) -> Iterable[Statement]:
 def _overlap(answer: WhatIf) -> str:
     """What is taken of kernels and collectives that run at once."""
     found = answer.communication
-    if found is None or found.overlap is None:
+    model = found.timing.overlap if found and found.timing else None
+    if found is None or model is None:
         return "Collectives are taken not to slow what runs beside them: that was not measured."
-    model = found.overlap
     network = " Those across hosts are taken to slow kernels as much as those inside one, which was not measured."
     return (
         f"Kernels and collectives that run at once slow each other, as measured between {model.ranks} GPUs, "

@@ -2,8 +2,8 @@
 
 Compute runs the forward site by site, then the backward in reverse. The first site that reads tables waits for the
 embeddings' all-to-all, and so does all behind it; the embeddings' gradients leave when the last such site's backward is
-through. Dense gradients are reduced unit by unit while the backward goes on; with FSDP the next unit's parameters are
-gathered while one computes.
+through. Dense gradients are copied into buckets, which are reduced unit by unit while the backward goes on; with FSDP the next
+unit's parameters are gathered while one computes, and copied to their places.
 """
 
 from __future__ import annotations
@@ -218,6 +218,7 @@ def _gathered(
                 fetch()
             fetch()
             writer.hold(f"parameters {number}, {phase}")
+            writer.copy(f"parameters {number}, {phase}: to their places", phase, units[number])
         writer.compute(pieces)
         if last is not None and number is not None and last[number] == position:
             writer.reduce(number, units[number])
@@ -266,6 +267,13 @@ class _Writer:
             if self._behind and piece is self._behind[0]:
                 self.collective(*self._behind[1:], wait_compute=True)
 
+    def copy(self, name: str, phase: str, unit: Unit) -> None:
+        """List what reads and writes a unit once, where its time is known."""
+        if unit.copy is not None:
+            after, self._held = tuple(dict.fromkeys(self._held)), []
+            details = {"phase": phase, "bytes": 2 * unit.size_bytes}
+            self._last_compute = self._add(Op(name, COMPUTE, *unit.copy, after, "copy", "copy", details))
+
     def collective(self, name: str, what: Collective, *, wait_compute: bool = False, after: Sequence[str] = ()) -> str:
         """List a collective, behind all that the compute stream has so far where it must be."""
         waits = [*after, *([self._last_compute] if wait_compute and self._last_compute else [])]
@@ -277,7 +285,8 @@ class _Writer:
         return self._add(Op(name, what.stream, *what.time, tuple(waits), what.call.op, what.stream, details))
 
     def reduce(self, number: int, unit: Unit) -> None:
-        """List a unit's reductions, one behind the other."""
+        """List a unit's reductions, one behind the other, behind the copy of its gradients into what is reduced."""
+        self.copy(f"gradients {number}: into a bucket", BACKWARD, unit)
         done: list[str] = []
         for step, what in enumerate(unit.reduce):
             name = f"gradients {number}" + (" between hosts" if step else "")
@@ -337,4 +346,5 @@ def timeline(
 
     pieces = site_pieces(answer.sites, known, unfused, around=not others)
     ops = plan([*pieces, *others], answer.communication)
-    return schedule(ops, slower(ops, answer.communication.overlap) if answer.communication else None)
+    timing = answer.communication.timing if answer.communication else None
+    return schedule(ops, slower(ops, timing) if timing else None)

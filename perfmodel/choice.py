@@ -292,16 +292,22 @@ def vocabulary(kernels: Codes) -> list[tuple[Codes, Codes]]:
     return [(halves, number.ravel()) for halves, number in found]
 
 
+def chosen_tiles(parts: Codes, m: Array, n: Array, groups: Array) -> Array:
+    """Tiles of the result that chosen kernels make, in whole clusters; `parts` as of `Choice.told`."""
+    part = dict(zip(PARTS, parts.T.astype(np.float64), strict=True))
+    cluster_n, cluster_m = np.divmod(part["cluster"], 10)
+    across = np.ceil(np.ceil(n / (part["tile_n"] % _KIND)) / cluster_n) * cluster_n
+    down = np.ceil(np.ceil(m / part["tile_m"]) / cluster_m) * cluster_m
+    return across * down * groups
+
+
 def chosen_features(parts: Codes, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec) -> tuple[list[str], Array]:
     """Names and (rows, features) matrix of what follows from a chosen kernel; `parts` as of `Choice.told`."""
     part = dict(zip(PARTS, parts.T.astype(np.float64), strict=True))
     kind, tile_n = np.divmod(part["tile_n"], _KIND)
     cluster_n, cluster_m = np.divmod(part["cluster"], 10)
     tile_m = part["tile_m"]
-    # A cluster is launched whole.
-    across = np.ceil(np.ceil(n / tile_n) / cluster_n) * cluster_n
-    down = np.ceil(np.ceil(m / tile_m) / cluster_m) * cluster_m
-    tiles = across * down * groups
+    tiles = chosen_tiles(parts, m, n, groups)
     waves = tiles / hardware.multiprocessors
     columns = {
         "chosen_tile_n": tile_n, "chosen_tile_m": tile_m, "chosen_cluster_n": cluster_n, "chosen_cluster_m": cluster_m,

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from perfmodel.collectives import CollectiveModel
-    from perfmodel.overlap import OverlapModel
     from perfmodel.explain import Explanation
+    from perfmodel.overlap import OverlapModel
     from perfmodel.topology import Cluster
 
 Array = npt.NDArray[np.float64]
@@ -387,8 +387,10 @@ class PerfModel:
 
     @cached_property
     def overlap(self) -> OverlapModel | None:
-        """What kernels and collectives that run at once cost each other, of the calibration where it measured that, of this GPU or
-        of the nearest one of which it is known; None where it is of none."""
+        """What kernels and collectives that run at once cost each other; None where that is known of no GPU.
+
+        Of the calibration where it measured that, of this GPU, or of the nearest one of which it is known.
+        """
         from perfmodel import overlap
 
         return overlap.load(self.hardware, self.calibration)

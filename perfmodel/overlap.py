@@ -1,8 +1,9 @@
 """How much longer kernels and collectives take that run at the same time, learned from pairs of them (`hil.overlap`).
 
 NCCL's kernels keep multiprocessors to themselves and move bytes through the memory that others wait for. By how much either
-takes longer follows from how long the kernel runs, from its shares of the GPU's peak and of its bandwidth, and from the
-collective: two ridge regressions of the logarithms on these and their products, made anew from the table of pairs.
+takes longer follows from how long the kernel runs, from its shares of the GPU's peak and of its bandwidth, from the waves of its
+tiles, which are more on fewer multiprocessors, and from the collective: two ridge regressions of the logarithms on these and
+their products, made anew from the table of pairs.
 """
 
 from __future__ import annotations
@@ -10,25 +11,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
 from perfmodel import hardware as hardware_module
+from perfmodel.choice import Codes, asked, chosen_tiles
 from perfmodel.data_folder import data_folder
+from perfmodel.gemm_plan import plans_of_many
 from perfmodel.hardware import HardwareSpec
 from perfmodel.judge import SHAPE
+from perfmodel.kernels import KERNELS, library_of
 from perfmodel.roofline import limits_us
 from perfmodel.topology import OPS
+
+if TYPE_CHECKING:
+    from perfmodel.model import PerfModel
 
 Array = npt.NDArray[np.float64]
 
 FILE_NAME = "overlap.parquet"
-COLUMNS = ["kernel", *SHAPE, "op", "ranks", "bytes_per_rank", "alone_us", "beside_us", "exchange_alone_us", "exchange_beside_us"]
-# Of the regressions' weights, as if so many pairs said that each is 0; by folds of whole shapes of the first table any of 1 to 10.
-RIDGE = 3.0
+COLUMNS = [
+    "kernel", *SHAPE, "op", "ranks", "bytes_per_rank", "tiles", "alone_us", "beside_us",
+    "exchange_alone_us", "exchange_beside_us",
+]  # fmt: skip
+# Of the regressions' weights, as if so many pairs said that each is 0; held out by whole shapes 1 to 10 are as good.
+RIDGE = 10.0
+# Multiprocessors that a collective is taken to hold: held out by whole shapes pairs are told best by so many of 8 to 40.
+HELD = 24
 FOLDS = 10
+# Tiles of GEMMs of which nothing else is known, and the waves of what has no tiles but very many small programs.
+_TILE, _MANY_WAVES = 128, 8.0
 
 
 @dataclass(frozen=True)
@@ -39,11 +54,13 @@ class Kernels:
         us: How long each takes alone, in microseconds.
         peak: Its share of the tensor cores' peak, 0 to 1.
         bandwidth: Its share of the copy bandwidth, 0 to 1.
+        tiles: Tiles of its result (`tiles`); 0 for what is bound by memory.
     """
 
     us: Array
     peak: Array
     bandwidth: Array
+    tiles: Array
 
 
 @dataclass(frozen=True)
@@ -60,7 +77,8 @@ class _Ridge:
         terms = _terms((inputs - mean) / deviation)
         penalty = RIDGE * np.eye(terms.shape[1])
         penalty[0, 0] = 0.0
-        return cls(mean, deviation, np.linalg.solve(terms.T @ terms + penalty, terms.T @ y))
+        weights: Array = np.linalg.solve(terms.T @ terms + penalty, terms.T @ y)
+        return cls(mean, deviation, weights)
 
     def __call__(self, inputs: Array) -> Array:
         return _terms((inputs - self.mean) / self.deviation) @ self.weights
@@ -107,7 +125,8 @@ class OverlapModel:
         if op not in OPS:
             raise ValueError(f"op {op!r} is no collective; give one of {', '.join(OPS)}")
         rows = len(kernels.us)
-        inputs = _inputs(kernels, np.full(rows, op, dtype=object), np.full(rows, float(bytes_per_rank)))
+        sizes = np.full(rows, float(bytes_per_rank))
+        inputs = _inputs(kernels, np.full(rows, op, dtype=object), sizes, self.hardware.multiprocessors)
         low, high = self._range
         inputs = np.clip(inputs, low, high)
         kernel, exchange = self._fits
@@ -115,8 +134,10 @@ class OverlapModel:
 
     @cached_property
     def held_out(self) -> pd.DataFrame:
-        """Every pair with what the others say of it, fold by fold of whole shapes: `slower`, `exchange_slower`, as they were
-        measured, and `told_slower`, `told_exchange_slower`."""
+        """Every pair with what the others say of it, fold by fold of whole shapes.
+
+        That is `slower` and `exchange_slower`, as they were measured, `told_slower` and `told_exchange_slower`.
+        """
         inputs, targets = self._pairs
         fold = self.table.groupby(["kernel", *SHAPE], sort=False, observed=True).ngroup().to_numpy() % FOLDS
         told = np.empty_like(targets)
@@ -125,8 +146,9 @@ class OverlapModel:
             for column in range(2):
                 told[out, column] = np.maximum(_Ridge.of(inputs[~out], targets[~out, column])(inputs[out]), 0.0)
         names = ["slower", "exchange_slower"]
-        values = {**dict(zip(names, np.exp(targets.T))), **dict(zip((f"told_{name}" for name in names), np.exp(told.T)))}
-        return pd.concat([self.table.reset_index(drop=True), pd.DataFrame(values)], axis=1)
+        every = np.exp(np.concatenate([targets, told], axis=1))
+        found = pd.DataFrame(every, columns=[*names, *(f"told_{name}" for name in names)])
+        return pd.concat([self.table.reset_index(drop=True), found], axis=1)
 
     @cached_property
     def _pairs(self) -> tuple[Array, Array]:
@@ -134,11 +156,12 @@ class OverlapModel:
         table = self.table
         limits = np.empty((len(table), 2))
         for kernel, rows in table.groupby("kernel", observed=True).indices.items():
-            sizes = (table[name].to_numpy(dtype=np.float64)[rows] for name in SHAPE)
-            limits[rows] = np.stack(limits_us(str(kernel), *sizes, self.measured_on), axis=1)
+            m, n, k, groups = (table[name].to_numpy(dtype=np.float64)[rows] for name in SHAPE)
+            limits[rows] = np.stack(limits_us(str(kernel), m, n, k, groups, self.measured_on), axis=1)
         us = table["alone_us"].to_numpy(dtype=np.float64)
-        kernels = Kernels(us, limits[:, 0] / us, limits[:, 1] / us)
-        inputs = _inputs(kernels, table["op"].to_numpy(dtype=object), table["bytes_per_rank"].to_numpy(dtype=np.float64))
+        kernels = Kernels(us, limits[:, 0] / us, limits[:, 1] / us, table["tiles"].to_numpy(dtype=np.float64))
+        ops, sizes = table["op"].to_numpy(dtype=object), table["bytes_per_rank"].to_numpy(dtype=np.float64)
+        inputs = _inputs(kernels, ops, sizes, self.measured_on.multiprocessors)
         ratios = table["beside_us"] / table["alone_us"], table["exchange_beside_us"] / table["exchange_alone_us"]
         return inputs, np.log(np.stack(ratios, axis=1))
 
@@ -153,11 +176,49 @@ class OverlapModel:
         return inputs.min(axis=0), inputs.max(axis=0)
 
 
-def _inputs(kernels: Kernels, ops: npt.NDArray[np.object_], sizes: Array) -> Array:
-    """(rows, inputs) of pairs: logarithms of time and bytes, shares, and which collective it is."""
+def tiles(kernel: str, m: Array, n: Array, k: Array, groups: Array, parts: Codes | None = None) -> Array:
+    """Tiles of the result of calls of one kernel, of our own GEMM so many of them as one as run on a multiprocessor at once.
+
+    Args:
+        kernel: A name of `perfmodel.kernels.KERNELS`.
+        m: Rows, a 1-D array, and so on as of `perfmodel.features`.
+        n: Columns of the result.
+        k: Contracted dimension.
+        groups: Products in one call.
+        parts: What cuBLAS chooses for each, as of `perfmodel.choice.Choice.told`; None where it does not, or that is not known.
+
+    Returns:
+        Of each call, 0 for a kernel that is bound by memory.
+    """
+    if "gemm" not in KERNELS[kernel].kind:
+        return np.zeros(len(m))
+    if parts is not None:
+        return chosen_tiles(parts, m, n, groups)
+    if library_of(kernel) == "loka":
+        plan = plans_of_many(m, n, k, fast=KERNELS[kernel].accumulation == "hopper_fast")
+        return plan.tiles_down * plan.tiles_across * plan.parts / plan.resident
+    return np.ceil(m / _TILE) * np.ceil(n / _TILE) * groups
+
+
+def told_tiles(timing: PerfModel, kernel: str, m: Array, n: Array, k: Array, groups: Array) -> Array:
+    """`tiles` by what a time model tells of cuBLAS's choices."""
+    choice = timing.choice(kernel) if kernel in timing.manifest["kernels"] else None
+    parts = None if choice is None else choice.told(asked(kernel, m, n, k, groups, timing.hardware))[0]
+    return tiles(kernel, m, n, k, groups, parts)
+
+
+def _inputs(kernels: Kernels, ops: npt.NDArray[np.object_], sizes: Array, multiprocessors: int) -> Array:
+    """(rows, inputs) of pairs: logarithms of time and bytes, shares, waves and how many times as many they become, which op."""
     shares = np.clip(kernels.peak, 0.0, 1.0), np.clip(kernels.bandwidth, 0.0, 1.0)
+    known = kernels.tiles > 0
+    waves = np.where(known, kernels.tiles / multiprocessors, _MANY_WAVES)
+    more = np.log(
+        np.ceil(kernels.tiles / (multiprocessors - HELD)) / np.maximum(np.ceil(kernels.tiles / multiprocessors), 1.0),
+        where=known,
+        out=np.zeros(len(known)),
+    )
     which = [(ops == op).astype(np.float64) for op in OPS[1:]]
-    return np.stack([np.log2(np.maximum(kernels.us, 1e-3)), *shares, np.log2(sizes), *which], axis=1)
+    return np.stack([np.log2(np.maximum(kernels.us, 1e-3)), *shares, np.log2(sizes), np.log2(waves), more, *which], axis=1)
 
 
 def load(hardware: HardwareSpec, calibration: Path | None = None) -> OverlapModel | None:

@@ -1,0 +1,174 @@
+"""Steps that were measured on several GPUs of one host beside what is predicted of them.
+
+    python -m benchmarks.gpu_steps                          # of data/h100/gpu_steps.json
+    python -m benchmarks.gpu_steps --add steps/*.json       # takes in what benchmarks/step_on_gpus.py wrote
+    python -m benchmarks.gpu_steps --predict wukong-production:3072:2 interformer-production:1024:2    # writes it down
+
+Forward and backward in bf16 as measured there: DistributedDataParallel, embeddings and their gradients exchanged, tables cut to
+10,000 rows, a log loss behind the model. Three predictions stand beside each: that of `loka-sim step`, the same if kernels
+and collectives that run at once did not slow each other, and of one GPU alone. What a host takes to launch a small model is
+not in them: steps that the host bounds are listed and not judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.whole_step import judge
+from loka_sim.files import write_bytes_atomic
+from loka_sim.overlap import slower
+from loka_sim.step_plan import OPTIMIZER, TABLE_UPDATE, Piece, beside, in_bf16, plan, site_pieces
+from loka_sim.validation.runnable import TABLE_ROWS
+from loka_sim.whatif import WhatIf, whatif
+from loka_sim.whole_step import log_loss, others, table_gradient
+from perfmodel import fused
+from perfmodel.data_folder import data_folder
+from perfmodel.timeline import schedule
+
+KEPT = (
+    "model", "batch", "ranks", "command", "machine", "dense_bytes", "embedding_bytes", "all_reduces", "compiled_in_s", "step",
+)  # fmt: skip
+KEY = KEPT[:3]
+MEASURED = "ddp_exchange"
+# A step is the GPU's where its kernels take this share of it at least.
+OF_THE_GPU = 0.7
+
+
+def pieces(answer: WhatIf, hardware: str) -> list[Piece]:
+    """A bf16 forward and backward as measured: without optimizer, with dense gradients of tables and a loss."""
+    assert answer.runs is not None and answer.runs.between is not None
+    more = others([*table_gradient(answer.spec.tables, TABLE_ROWS), *log_loss()], answer.spec.batch, fused.load(hardware))
+    around = [piece for piece in beside(answer) if piece.phase not in (OPTIMIZER, TABLE_UPDATE)]
+    at_sites = site_pieces(answer.sites, answer.runs.between.of, in_bf16, around=False)
+    return [*at_sites, *around, *(piece for other in more for piece in other.pieces())]
+
+
+def predicted(model: str, batch: int, gpus: int, hardware: str) -> dict[str, Any]:
+    """Milliseconds of a step: on one GPU, on several with the 90% interval, and if nothing slowed anything."""
+    answer = whatif(model, batch=batch, gpus=gpus, hardware=hardware)
+    found = answer.communication
+    assert found is not None and found.timing is not None
+    own = pieces(answer, hardware)
+    ops = plan(own, found)
+    step = schedule(ops, slower(ops, found.timing))
+    ends = (step.total_us, *step.interval())
+    return {
+        "one_ms": schedule(plan(own)).total_us / 1e3,
+        "several_ms": [end / 1e3 for end in ends],
+        "unslowed_ms": schedule(ops).total_us / 1e3,
+        "exposed_ms": step.exposed_us / 1e3,
+        "slowed_ms": step.slowed_us / 1e3,
+    }
+
+
+def add(file: Path, paths: Sequence[Path]) -> None:
+    """Take measured steps into a file, each in the place of an earlier one of the same model, batch and number of GPUs."""
+    known = json.loads(file.read_text()) if file.is_file() else {"schema_version": 1, "steps": []}
+    for path in paths:
+        document = json.loads(path.read_text())
+        entry = {name: document[name] for name in KEPT}
+        if document.get("profile"):
+            parts = document["profile"]
+            entry["profile"] = {name: parts[name] for name in ("compute", MEASURED)}
+            for part in entry["profile"].values():
+                part.pop("collectives", None)
+        known["steps"] = [step for step in known["steps"] if any(step[name] != entry[name] for name in KEY)]
+        known["steps"].append(entry)
+    _write(file, known)
+
+
+def predict(file: Path, wanted: Sequence[str], hardware: str, about: str) -> None:
+    """Write down what is predicted of steps, as one set more."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    known = json.loads(file.read_text()) if file.is_file() else {"schema_version": 1, "sets": []}
+    steps = []
+    for text in wanted:
+        model, batch, gpus = text.rsplit(":", 2)
+        found = predicted(model, int(batch), int(gpus), hardware)
+        steps.append({"model": model, "batch": int(batch), "ranks": int(gpus), **found})
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    known["sets"].append({"about": about, "predicted": now, "commit": commit, "steps": steps})
+    _write(file, known)
+
+
+def _write(file: Path, document: dict[str, Any]) -> None:
+    write_bytes_atomic(file, (json.dumps(document, indent=1) + "\n").encode())
+
+
+def is_of_the_gpu(step: dict[str, Any], one_ms: float) -> bool:
+    """Whether a measured step is what the GPU takes, and not what the host takes to launch it."""
+    return one_ms >= OF_THE_GPU * float(step["step"]["compute"]["p50_ms"])
+
+
+def show(steps: Sequence[dict[str, Any]], hardware: str) -> None:
+    """Every measured step beside what is predicted now."""
+    several = f"{'several':>9s}{'predicted':>10s}{'90%':>20s}{'off':>8s}{'unslowed':>10s}{'off':>8s}"
+    head = f"{'one GPU':>9s}{'predicted':>10s}{'off':>8s}{several}"
+    print(f"{'model':24s}{'batch':>6s}{'GPUs':>5s}{head}")
+    ratios, inside, unslowed = [], [], []
+    for step in steps:
+        found = predicted(*(step[name] for name in KEY), hardware)
+        alone, on_several = (float(step["step"][name]["p50_ms"]) for name in ("compute", MEASURED))
+        ms, low, high = found["several_ms"]
+        line = f"{step['model']:24s}{step['batch']:6d}{step['ranks']:5d}{alone:9.2f}{found['one_ms']:10.2f}"
+        if not is_of_the_gpu(step, found["one_ms"]):
+            print(f"{line}{'':8s}{on_several:9.2f}{ms:10.2f}  bound by the host")
+            continue
+        line += f"{found['one_ms'] / alone - 1:+8.1%}{on_several:9.2f}{ms:10.2f}  [{low:7.2f}, {high:7.2f}]{ms / on_several - 1:+8.1%}"
+        print(f"{line}{found['unslowed_ms']:10.2f}{found['unslowed_ms'] / several - 1:+8.1%}")
+        ratios.append(ms / on_several)
+        inside.append(low <= on_several <= high)
+        unslowed.append(found["unslowed_ms"] / on_several)
+    judge("several GPUs", ratios, inside)
+    judge("if nothing slowed anything", unslowed, [])
+
+
+def show_said(sets: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> None:
+    """What was said before steps were measured, as it was said."""
+    known = {tuple(step[name] for name in KEY): step for step in steps}
+    for some in sets:
+        pairs = [(said, known[key]) for said in some["steps"] if (key := tuple(said[name] for name in KEY)) in known]
+        print(f"said before, {some['predicted']}, {some['about']}: {len(pairs)} of {len(some['steps'])} measured since")
+        ratios, inside = [], []
+        for said, step in pairs:
+            measured, (ms, low, high) = float(step["step"][MEASURED]["p50_ms"]), said["several_ms"]
+            print(f"  {said['model']:24s}{said['batch']:6d}{said['ranks']:5d}{measured:9.2f}{ms:10.2f}{ms / measured - 1:+8.1%}")
+            ratios.append(ms / measured)
+            inside.append(low <= measured <= high)
+        judge("  several GPUs", ratios, inside)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_steps", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--hardware", default="h100", help="whose times, and whose steps (default: %(default)s)")
+    parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE")
+    parser.add_argument("--predict", nargs="+", metavar="MODEL:BATCH:GPUS", default=[])
+    parser.add_argument("--about", default="", help="of a set of predictions")
+    options = parser.parse_args(arguments)
+    folder = data_folder() / options.hardware
+    measured, said = folder / "gpu_steps.json", folder / "gpu_step_predictions.json"
+    if options.predict:
+        predict(said, options.predict, options.hardware, options.about)
+        return 0
+    if options.add:
+        add(measured, options.add)
+    if not measured.is_file():
+        print(f"no step on several GPUs was measured: {measured} is not there", file=sys.stderr)
+        return 3
+    steps = json.loads(measured.read_text())["steps"]
+    show(steps, options.hardware)
+    if said.is_file():
+        show_said(json.loads(said.read_text())["sets"], steps)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
