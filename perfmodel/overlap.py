@@ -77,7 +77,7 @@ class _Ridge:
         terms = _terms((inputs - mean) / deviation)
         penalty = RIDGE * np.eye(terms.shape[1])
         penalty[0, 0] = 0.0
-        weights: Array = np.linalg.solve(terms.T @ terms + penalty, terms.T @ y)
+        weights = np.linalg.solve(terms.T @ terms + penalty, terms.T @ y).astype(np.float64)
         return cls(mean, deviation, weights)
 
     def __call__(self, inputs: Array) -> Array:
