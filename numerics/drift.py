@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -94,28 +95,20 @@ class Accumulation(NamedTuple):
 def drifts(requests: Sequence[Accumulation]) -> list[Drift]:
     """The error of each accumulation; what it is does not depend on those that are asked with it."""
     found = [Drift(0.0, 0.0)] * len(requests)
-    alike: dict[tuple[_Products, int, bool], list[int]] = {}
-    for place, asked in enumerate(requests):
-        if not asked.exact:
-            products = _products(asked.a.origin, asked.b.origin, asked.fraction_bits)
-            alike.setdefault((products, _schedule(asked.steps).shape[1], asked.chains == 1), []).append(place)
-    for (products, looked_at, whole), places in alike.items():
-        each = max(_AT_ONCE // (looked_at * len(_paths(whole))), 1)
-        for start in range(0, len(places), each):
-            some = places[start : start + each]
-            for place, drift in zip(some, _drifts(products, [requests[place] for place in some]), strict=True):
-                found[place] = drift
+    lossy = [place for place, asked in enumerate(requests) if not asked.exact]
+    if lossy:
+        for place, drift in zip(lossy, _drifts([requests[place] for place in lossy]), strict=True):
+            found[place] = drift
     return found
 
 
-def _drifts(products: _Products, requests: Sequence[Accumulation]) -> list[Drift]:
-    """Errors where products are distributed alike, chains are looked at in as many places, and all or none are whole sums."""
-    each = [asked.outputs for asked in requests]
-    mean, power, independent, k = np.array([(y.mean, y.power, y.independent, y.k) for y in each], dtype=np.float64).T
-    coupling, chains = np.array([(asked.outputs.coupling, asked.chains) for asked in requests]).T
+def _drifts(requests: Sequence[Accumulation]) -> list[Drift]:
+    """Errors of accumulations that lose something."""
+    figures = [(y.mean, y.power, y.independent, y.k, y.coupling) for y in (asked.outputs for asked in requests)]
+    mean, power, independent, k, coupling = np.array(figures, dtype=np.float64).T
+    chains, steps = np.array([(asked.chains, asked.steps) for asked in requests], dtype=np.float64).T
     unit = np.sqrt(independent / k)  # root mean square of a product
     deviation = np.sqrt(np.maximum(power - mean**2, 0.0)) / unit
-    steps = np.array([float(asked.steps) for asked in requests])
     # Of a chain, given the whole: its part of y, and the spread of an independent part around it.
     outcomes = (mean / unit)[:, None] + deviation[:, None] * _OUTCOMES
     power = np.mean(outcomes**2, axis=1)
@@ -123,7 +116,11 @@ def _drifts(products: _Products, requests: Sequence[Accumulation]) -> list[Drift
     scale = np.sqrt((1 - coupling)[:, None] + coupling[:, None] * outcomes**2 / power[:, None])
     spread = k / chains
     wander = spread * (1.0 - 1.0 / chains)
-    loss, noise = _chains(products, outcomes / scale / chains[:, None], wander, spread, steps)
+    results, loss, noise = outcomes / scale / chains[:, None], np.empty(outcomes.shape), np.empty(outcomes.shape)
+    products = [_products(asked.a.origin, asked.b.origin, asked.fraction_bits) for asked in requests]
+    for some in _alike(products, steps, chains):
+        few = [products[place] for place in some]
+        loss[some], noise[some] = _chains(few, results[some], wander[some], spread[some], steps[some])
     loss, noise = loss * chains[:, None] * scale, noise * chains[:, None] * scale**2
     first = np.mean(loss * outcomes, axis=1) / power
     # What is lost early is not there to be lost again: for a loss in proportion to the sum, 2 first is its rate.
@@ -139,6 +136,17 @@ def _drifts(products: _Products, requests: Sequence[Accumulation]) -> list[Drift
     shares = loss / np.where(outcomes == 0, 1.0, outcomes)
     columns = (shrinkage.tolist(), rest.tolist(), map(tuple, sizes.tolist()), map(tuple, shares.tolist()), noise.tolist())
     return [Drift(*figures) for figures in zip(*columns, strict=True)]
+
+
+def _alike(products: Sequence[_Products], steps: np.ndarray, chains: np.ndarray) -> Iterator[list[int]]:
+    """Which chains are looked at in equally many places, all or none of them whole sums: some at once, like products together."""
+    found: dict[tuple[int, bool], dict[_Products, list[int]]] = {}
+    for place, (each, taken, parts) in enumerate(zip(products, steps.tolist(), chains.tolist(), strict=True)):
+        found.setdefault((_schedule(int(taken)).shape[1], parts == 1), {}).setdefault(each, []).append(place)
+    for (looked_at, whole), by_products in found.items():
+        places = list(chain.from_iterable(by_products.values()))
+        at_once = max(_AT_ONCE // (looked_at * len(_paths(whole))), 1)
+        yield from (places[start : start + at_once] for start in range(0, len(places), at_once))
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,16 +169,14 @@ class _Products:
         starts = np.insert(self.exponents, 0, self.exponents[0])
         return starts, np.insert(self.integrals, 0, self.integrals[:, 0], axis=1), np.pad(slopes, ((0, 0), (1, 1)))
 
-    def at(self, exponent: np.ndarray) -> Iterator[np.ndarray]:
-        """The three integrals, as `np.interp` finds each, the places looked up once."""
+    def at(self, exponent: np.ndarray, out: np.ndarray) -> None:
+        """The three integrals into `out`, as `np.interp` finds each, the places looked up once."""
         starts, values, slopes = self._lines
         line = np.searchsorted(self.exponents, exponent, side="right")
         beyond = exponent - starts.take(line)
-        for value, slope in zip(values, slopes, strict=True):
-            found = slope.take(line)
-            found *= beyond
+        for value, slope, found in zip(values, slopes, out, strict=True):
+            np.multiply(slope.take(line), beyond, out=found)
             found += value.take(line)
-            yield found
 
 
 @functools.lru_cache(maxsize=4096)
@@ -233,38 +239,43 @@ def _paths(whole: bool) -> np.ndarray:
 
 
 def _chains(
-    products: _Products, results: np.ndarray, wander: np.ndarray, spread: np.ndarray, steps: np.ndarray
+    products: Sequence[_Products], results: np.ndarray, wander: np.ndarray, spread: np.ndarray, steps: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Mean loss toward zero (signed as y) and variance of chains, for each of their results.
 
     Args:
-        products: What is summed.
+        products: What is summed in each chain.
         results: What each chain comes to, (chains, outcomes).
         wander: Variance of its end around its result, (chains,); of all zero, or of none.
         spread: Products in it, (chains,).
         steps: Steps that it takes, (chains,).
     """
-    # Axes from here on: (chains, outcomes, paths, bridges, places).
-    after, count = (part[:, None, None, None, :] for part in np.stack([_schedule(int(each)) for each in steps.tolist()], axis=1))
-    spread, steps = (part[:, None, None, None, None] for part in (spread, steps))
+    # Axes from here on: (bridges, outcomes, paths, places, chains). The longest is the last one: numpy's loops run along it.
+    after, count = np.stack([_schedule(int(each)) for each in steps.tolist()], axis=1)
+    after = np.ascontiguousarray(after.T)
     # The chain's own result spreads around its share of y; a path inside it spreads as a bridge.
-    ends = (results[:, :, None] + np.sqrt(wander)[:, None, None] * _paths(not wander.any()))[..., None, None]
+    ends = (np.ascontiguousarray(results.T)[:, None] + np.sqrt(wander) * _paths(not wander.any())[:, None])[:, :, None]
 
     def sums(share: np.ndarray) -> np.ndarray:
-        return ends * share + np.sqrt(np.maximum(spread * share * (1 - share), 0.0)) * _PATHS[:, None]
+        return ends * share + np.sqrt(np.maximum(spread * share * (1 - share), 0.0)) * _PATHS[:, None, None, None, None]
 
     share = np.maximum(after - 1, 0) / steps
     before, behind = sums(share), sums(np.minimum(after / steps, 1.0))
     # At the first place nothing is summed yet.
     least = 2.0**_LEAST
     size = np.maximum(np.abs(before) * 2.0**-_FLOOR, least)
-    per_product, per_weighted, per_square = products.at(np.log2(size))
-    aligned, final, variance = _cut(size, np.maximum(np.abs(behind), least) * 2.0**-_FLOOR, products.peaks)
+    exponent, integrals, first = np.log2(size), np.empty((3, *size.shape)), 0
+    for each, same in groupby(products):
+        run = slice(first, first := first + len(list(same)))
+        each.at(exponent[..., run], integrals[..., run])
+    per_product, per_weighted, per_square = integrals
+    peaks = np.stack([each.peaks for each in products], axis=1)
+    aligned, final, variance = _cut(size, np.maximum(np.abs(behind), least) * 2.0**-_FLOOR, peaks)
     cut = np.copysign(aligned, before)
     cut += np.copysign(final, behind)
     # Products lean toward the sign of their sum: all alike where nearly all of them have it, else the large ones most.
     toward = ends / spread
-    lean = np.clip(toward / products.magnitude, -1.0, 1.0)
+    lean = np.clip(toward / np.array([each.magnitude for each in products]), -1.0, 1.0)
     # Beyond what a sum of independent products reaches, that is; below it a few large ones may make all of it.
     alike = lean**4 * np.clip(1.0 - 9.0 * spread / np.maximum(np.square(ends), 1e-30), 0.0, 1.0)
     added = spread / steps
@@ -275,11 +286,13 @@ def _chains(
     loss += cut
     per_square *= added
     per_square += variance
-    noise = (per_square.mean(3).mean(2) * count[:, :, 0, 0]).sum(-1)
-    count = count[:, :, :, 0]
-    mean = loss.mean(3)
-    loss -= mean[:, :, :, None]
-    deviation = np.sqrt(np.square(loss, out=loss).mean(3))
+    mean = loss.mean(0)
+    loss -= mean
+    deviation = np.sqrt(np.square(loss, out=loss).mean(0))
+    # Chains come first again, and a chain's places, which are added up, last.
+    noise, mean, deviation = (np.ascontiguousarray(np.moveaxis(each, -1, 0)) for each in (per_square.mean(0), mean, deviation))
+    noise = (noise.mean(2) * count[:, None]).sum(-1)
+    count = count[:, None, None]
     total = (mean * count).sum(-1)  # (chains, outcomes, paths)
     # Signs of a path persist over steps: their deviations add up about half coherently.
     persistent = 0.5 * np.square((deviation * count).sum(-1))
@@ -292,7 +305,7 @@ def _cut(before: np.ndarray, behind: np.ndarray, peaks: np.ndarray) -> tuple[np.
     Args:
         before: Sizes of the accumulator, nothing yet at the first place.
         behind: Sizes of the sum.
-        peaks: Sizes of the largest products, of equal likelihood.
+        peaks: Sizes of the largest products in each chain, of equal likelihood, (peaks, chains).
 
     Returns:
         Mean magnitude of either cut, and the variance of both.
@@ -304,7 +317,7 @@ def _cut(before: np.ndarray, behind: np.ndarray, peaks: np.ndarray) -> tuple[np.
     for peak in peaks:
         np.maximum(own, peak * bit, out=unit)
         np.subtract(unit, own, out=cut)
-        cut[..., 0] = 0.0
+        cut[..., 0, :] = 0.0
         aligned += cut
         variance += np.square(cut, out=cut)
         np.maximum(np.subtract(last, unit, out=cut), 0.0, out=cut)
