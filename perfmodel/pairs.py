@@ -161,10 +161,10 @@ def agreed_factors(
     """
     agreement, result = model.agreement, np.ones(len(time_us))
     rows = np.concatenate([mine.rows for mine in asked.values()])
-    calls_of, shape = np.unique(np.stack(sizes)[:, rows], axis=1, return_inverse=True)
+    calls_of, shape = _distinct(np.stack(sizes)[:, rows])
     behind = np.cumsum([len(mine.rows) for mine in asked.values()])
     shapes: Sizes = (calls_of[0], calls_of[1], calls_of[2], calls_of[3])
-    of = dict(zip(asked, np.split(shape.ravel(), behind[:-1]), strict=True))
+    of = dict(zip(asked, np.split(shape, behind[:-1]), strict=True))
     place = {name: np.full(len(shapes[0]), -1) for name in asked}
     for name, mine in of.items():
         place[name][mine] = np.arange(len(mine))
@@ -194,3 +194,13 @@ def agreed_factors(
         if name in asked:
             result[asked[name].rows] = moved[of[name], column]
     return result
+
+
+def _distinct(columns: Array) -> tuple[Array, npt.NDArray[np.int64]]:
+    """Columns in order, each once, and where among them each was: `np.unique` of a second axis takes three times as long."""
+    order = np.lexsort(columns[::-1])
+    ordered = columns[:, order]
+    fresh = np.append(True, (ordered[:, 1:] != ordered[:, :-1]).any(axis=0))
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.cumsum(fresh) - 1
+    return ordered[:, fresh], place
