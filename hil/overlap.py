@@ -266,6 +266,8 @@ def collect(out: Path, works: Sequence[Work], minutes: float, arguments: list[st
         dist.all_reduce(late, dist.ReduceOp.MAX, group=group)
         if late.item():
             if not rank:
+                if rows:
+                    save()
                 print(f"out of time after {number - 1} of {len(works)} kernels and shapes", file=sys.stderr)
             return False
         rows += measure(work, tiled[work.kernel, work.shape], bench, pool, group)

@@ -55,6 +55,8 @@ ASKING_STARTS_S, LEAST_ASKING_S, MOST_ASKING_S = 20.0, 10.0, 60.0
 # Times that each answer is seen where learning goes on from another GPU's networks: on an H100, from 668,000 answers in bf16, 4
 # times make 81.0% of the choices right, 24 times from nothing 74.5% (networks 384 and 256 wide).
 EPOCHS_ON = 8
+# Of the time for collectives, what they take alone; and pairs of kernels and collectives of fewer than which those that ship serve.
+COLLECTING, LEAST_PAIRS = 0.65, 100
 # Of the GPU's memory, for a process that asks, or compiles ahead.
 PROCESS_BYTES = 9e9
 # After the fit, to write the calibration.
@@ -76,7 +78,7 @@ class Shares:
         launches: Quick launches of its GEMMs.
         libraries: Kernels of other libraries.
         choices: Asking which kernels cuBLAS chooses, and learning that.
-        collectives: Collectives, where there are several GPUs.
+        collectives: Collectives, and what they and kernels cost each other, where there are several GPUs.
     """
 
     sweeps: float
@@ -146,7 +148,7 @@ def collect(out: str | Path, *, minutes: float = 28.0, name: str | None = None, 
     # Each process holds operands and results of its own.
     beside = max(1, min(measuring.workers(), int(machine["memory_bytes"] / PROCESS_BYTES)))
     measure(timings, shares, left, beside)
-    rows, left_out = measuring.timings(timings), []
+    rows, left_out, pairs = measuring.timings(timings), list[str](), 0
     if rows.empty:
         raise DataError(f"nothing was measured within {minutes:g} minutes; give more with --minutes")
     write_text_atomic(out / HARDWARE, json.dumps(specification(out, hardware, machine, rows), indent=1) + "\n")
@@ -155,16 +157,22 @@ def collect(out: str | Path, *, minutes: float = 28.0, name: str | None = None, 
         left_out += ask(timings, out / HARDWARE, left(shares.choices), beside, related)
     if gpus > 1 and left(shares.collectives) > 0:
         _say(f"collectives between {gpus} GPUs, {left(shares.collectives):.0f} s ...")
-        measuring.collectives(timings, gpus, left(shares.collectives))
+        measuring.collectives(timings, gpus, COLLECTING * left(shares.collectives))
+        _say(f"kernels beside collectives, {left(shares.collectives):.0f} s ...")
+        pairs = measuring.overlap(timings, gpus, left(shares.collectives))
+        if pairs < LEAST_PAIRS:
+            left_out.append(
+                f"kernels beside collectives: {pairs} pairs are too few; those that ship tell what they cost each other"
+            )
     elif gpus == 1:
         left_out.append("collectives: one GPU alone is here; times of several come from the shipped table, where there is one")
     left_out += unmeasured(rows)
     _say(f"making the time model of {len(rows):,} rows, {max(left(), 0):.0f} s are left ...")
     made, notes = make_model(out, timings, rows, related, left())
-    table = timings / "collectives.parquet"
+    tables = [timings / "collectives.parquet", *([timings / "overlap.parquet"] if pairs >= LEAST_PAIRS else [])]
     for folder, model in ((out, made["model"]), (out / FIT, _own(related))):
         if (folder / "perfmodel").is_dir():
-            if table.is_file():
+            for table in filter(Path.is_file, tables):
                 shutil.copyfile(table, folder / "perfmodel" / table.name)
             calibration.save_manifest(folder, hardware, machine, list(command), {"timings": len(rows), "model": model})
     return {

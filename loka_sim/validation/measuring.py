@@ -248,6 +248,18 @@ def collectives(folder: Path, gpus: int, seconds: float) -> None:
         raise DataError("no collective was measured; the last lines of python -m hil.collectives above say why")
 
 
+def overlap(folder: Path, gpus: int, seconds: float) -> int:
+    """Measure what kernels and collectives between all GPUs of this machine cost each other; how many pairs there are."""
+    import pandas
+
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    arguments = ["--out", str(folder), "--minutes", f"{seconds / 60:.3f}"]
+    with suppress(DataError):  # its last lines said why; without it the shipped pairs serve
+        run("hil.overlap", arguments, accept=(0, 1), launcher=launcher, seconds=seconds + 3 * GRACE_S)
+    path = folder / "overlap.parquet"
+    return len(pandas.read_parquet(path)) if path.is_file() else 0
+
+
 def timings(folder: Path) -> pandas.DataFrame:
     """What `sweep` has measured into a folder, all families together; empty when nothing.
 

@@ -21,6 +21,7 @@ class MadeUpTimes:
     """Stands for `perfmodel.PerfModel`: a launch cost and a throughput per kind of kernel, and a fixed interval."""
 
     hardware = HardwareSpec("h200", "NVIDIA H200", (9, 0), 780.0, 1370.0, 4.3, 62_914_560, 132)
+    overlap = None
     fingerprint = "made-up"
     manifest: ClassVar = {
         "command": "none",

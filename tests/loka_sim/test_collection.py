@@ -38,7 +38,7 @@ class MadeUp:
 
     def __init__(self, shapes, gpus=1, kernels=None):
         self.shapes, self.gpus, self.kernels, self.asked, self.run = shapes, gpus, kernels, [], []
-        self.unanswered = set()
+        self.unanswered, self.pairs = set(), 300
 
     def __call__(self, folder):
         self.folder = folder
@@ -100,6 +100,12 @@ class MadeUp:
         times = [name for name in table if name.endswith("_us")]
         table.assign(**{name: 3 * table[name] for name in times}).to_parquet(folder / "collectives.parquet")
 
+    def overlap(self, folder, gpus, seconds):
+        self.asked.append(("overlap", seconds))
+        table = pd.read_parquet(perfmodel.data_folder() / "h100" / "overlap.parquet").iloc[: self.pairs]
+        table.assign(beside_us=1.5 * table["alone_us"]).to_parquet(folder / "overlap.parquet")
+        return self.pairs
+
 
 def on(machine, monkeypatch, capability="9.0"):
     import torch
@@ -114,6 +120,7 @@ def on(machine, monkeypatch, capability="9.0"):
     monkeypatch.setattr(collection, "require_gpu", lambda: None)
     monkeypatch.setattr(measuring, "Sweeps", machine)
     monkeypatch.setattr(measuring, "collectives", machine.collectives)
+    monkeypatch.setattr(measuring, "overlap", machine.overlap)
     monkeypatch.setattr(measuring, "run", machine.process)
     return machine
 
@@ -131,9 +138,10 @@ def short(tmp_path_factory):
 def test_a_short_one_corrects_a_related_gpu(short):
     folder, document, machine = short
     assert document["hardware"] == "h100-80gb-hbm3" and document["model"] == "h200's, corrected"
-    assert [name for name, _ in machine.asked] == [("torch/*",), "collectives"]
+    assert [name for name, _ in machine.asked] == [("torch/*",), "collectives", "overlap"]
     # Each part has what is left until its share of the six minutes ends; a tenth of them makes the model.
-    assert [seconds for _, seconds in machine.asked] == pytest.approx([0.75 * 360, 0.9 * 360], abs=20)
+    ends = [0.75 * 360, collection.COLLECTING * 0.9 * 360, 0.9 * 360]
+    assert [seconds for _, seconds in machine.asked] == pytest.approx(ends, abs=20)
     # Too short for a fit: nothing is launched quickly, and cuBLAS is not asked.
     assert machine.gemms == 0.5 and not machine.run
     gemms = document["held_out"]["torch/bf16"]
@@ -164,7 +172,19 @@ def test_a_whatif_uses_it_and_its_collectives(short):
     assert answers[1].hardware["name"] == "h100-80gb-hbm3"
     assert answers[1].steps[0].total.us > 1.08 * answers[0].steps[0].total.us
     across = loka_sim.whatif("wukong", batch=512, gpus=16, calibration=short[0]).communication
+    # What kernels and collectives cost each other was measured there, too.
+    slower = perfmodel.load("h100-80gb-hbm3", short[0]).overlap.held_out["told_slower"]
+    assert slower.tolist() == pytest.approx([1.5] * len(slower), rel=1e-3)
     assert across.missing is None and across.like is None and across.parallel.cluster.name == "hgx_h100"
+
+
+def test_too_few_pairs_are_left_out(tmp_path, monkeypatch):
+    machine = on(MadeUp({"gemm": 120, "memory": 30}, gpus=2), monkeypatch)
+    machine.pairs = collection.LEAST_PAIRS - 1
+    said = " ".join(collect(tmp_path / "few", minutes=6)["left_out"])
+    assert "kernels beside collectives: 99 pairs are too few" in said
+    copied = {path.name for path in (tmp_path / "few" / "perfmodel").iterdir()}
+    assert "collectives.parquet" in copied and "overlap.parquet" not in copied
 
 
 def test_a_gpu_of_no_kind_that_is_shipped_has_a_fit_of_its_own(tmp_path, monkeypatch):

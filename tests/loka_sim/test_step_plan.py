@@ -105,6 +105,22 @@ def test_sharded_by_hand():
     assert found["gradients 1"] == (80, 88) and found["gradients 0"] == (100, 108)
 
 
+def test_copies_stand_behind_a_gather_and_before_a_reduction():
+    """As sharded by hand, with a copy of 1 behind each gather and before each reduction, on the compute stream."""
+    gather, reduce = collective("all_gather", 5, NVLINK), (collective("reduce_scatter", 8, NVLINK),)
+    units = [Unit((name,), 1000, gather, reduce, Time(1, 1, 1)) for name in ("a", "b")]
+    made = schedule(plan(STEP[:4], exchanged(units)))
+    found = times(made)
+    assert found["parameters 0, forward: to their places"] == (5, 6) and found["a out"] == (6, 16)
+    assert found["parameters 1, forward: to their places"] == (16, 17) and found["b out"] == (17, 37)
+    assert found["parameters 1, backward: to their places"] == (42, 43) and found["b grad"] == (43, 83)
+    assert found["gradients 1: into a bucket"] == (83, 84) and found["gradients 1"] == (84, 92)
+    assert found["parameters 0, backward: to their places"] == (84, 85) and found["a grad"] == (85, 105)
+    assert found["gradients 0: into a bucket"] == (105, 106) and found["gradients 0"] == (106, 114)
+    copies = [op for op in made.ops if op.kind == "copy"]
+    assert len(copies) == 6 and {op.details["bytes"] for op in copies} == {2000} and {op.stream for op in copies} == {COMPUTE}
+
+
 def test_gathers_run_one_unit_ahead_whatever_stands_between():
     """Three units of two sites each, with kernels of no site among them: no gather begins before the last but one is entered."""
     sites = [piece(FORWARD, f"{unit}{i}", 10, f"{unit}{i}") for unit in "abc" for i in range(2)]
@@ -174,16 +190,17 @@ def test_every_launch_of_the_decision_is_in_the_timeline_once(answer):
     shown = sorted(
         tuple(op.details[key] for key in ("kernel", "m", "n", "k", "groups"))
         for op in answer.timelines[DECISION].ops
-        if op.stream == COMPUTE
+        if op.stream == COMPUTE and op.kind != "copy"
     )
     assert shown == [tuple(row) for row in launched]
 
 
 def test_backward_runs_in_reverse_and_quantizers_before_their_gemm(answer):
     made = answer.timelines[DECISION]
-    order = [op.details for op in made.ops if op.stream == COMPUTE]
+    kernels = [op for op in made.ops if op.stream == COMPUTE and op.kind != "copy"]
+    order = [op.details for op in kernels]
     assert [d["phase"] for d in order] == sorted((d["phase"] for d in order), key=[FORWARD, BACKWARD].index)
-    names = [op.name.split()[0] for op in made.ops if op.stream == COMPUTE]
+    names = [op.name.split()[0] for op in kernels]
     forward = list(dict.fromkeys(n for n, d in zip(names, order, strict=True) if d["phase"] == FORWARD))
     backward = list(dict.fromkeys(n for n, d in zip(names, order, strict=True) if d["phase"] == BACKWARD))
     assert forward == [site.site.name for site in answer.sites] == backward[::-1]

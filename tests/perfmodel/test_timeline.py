@@ -37,6 +37,35 @@ def test_a_small_step_by_hand():
     assert timeline.sum_us("stream", timeline.critical_path) == {COMPUTE: 18, "network": 13}
 
 
+def test_what_runs_at_once_slows_each_other():
+    """r takes 6 alone and three times as long beside a kernel, which takes twice as long beside it.
+
+    compute: a 0-4, b from 4: at half its pace until r ends, having done 9 of its 10 by 22, then 22-23, c 23-24
+    network: r 4-22
+    """
+    ops = [op("a", COMPUTE, 4), op("r", "network", 6, "a"), op("b", COMPUTE, 10), op("c", COMPUTE, 1)]
+    timeline = schedule(ops, lambda kernel, other: (2.0, 3.0))
+    assert timeline.starts == (0, 4, 4, 23) and timeline.ends == (4, 22, 23, 24)
+    assert timeline.slowed_us == 9 and timeline.busy_us("network") == 18 and timeline.exposed_us == 0
+    assert timeline.sum_us() == {"compute": 42}
+    assert schedule(ops, lambda kernel, other: (1.0, 1.0)) == schedule(ops)
+
+
+def test_beside_several_a_kernel_goes_as_slowly_as_beside_the_worst():
+    ops = [op("k", COMPUTE, 10), op("x", "nvlink", 100), op("y", "network", 100)]
+    timeline = schedule(ops, lambda kernel, other: (2.0, 1.0) if other.name == "x" else (4.0, 1.5))
+    assert timeline.ends[0] == 40 and timeline.ends[1] == 100
+    # While the kernel runs, y goes on at two thirds of its pace.
+    assert timeline.ends[2] == pytest.approx(40 + 100 - 40 / 1.5)
+
+
+def test_a_slowed_total_is_less_sure():
+    ops = [op("r", "network", 100), op("k", COMPUTE, 100)]
+    alone, slowed = (schedule(ops, slower).interval() for slower in (None, lambda kernel, other: (2.0, 1.0)))
+    total = schedule(ops, lambda kernel, other: (2.0, 1.0)).total_us
+    assert total == 150 and slowed[1] - total > 1.645 * 0.2 * 50 > 5 * (alone[1] - 100)
+
+
 def test_spans_join_what_is_alike_and_adjacent():
     ops = [op("a", COMPUTE, 5, kind="f"), op("b", COMPUTE, 5, kind="f"), op("r", "network", 30, "b", kind="r")]
     ops += [op("c", COMPUTE, 5, kind="g"), op("d", COMPUTE, 5, "r", kind="g")]
@@ -95,6 +124,19 @@ def union_length(intervals):
     points = sorted({point for interval in intervals for point in interval})
     middles = [(a, b) for a, b in zip(points, points[1:], strict=False)]
     return sum(b - a for a, b in middles if any(s <= a and b <= e for s, e in intervals))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(ops=programs(), own=st.floats(1, 3), other=st.floats(1, 5))
+def test_of_any_program_slowed(ops, own, other):
+    alone, slowed = schedule(ops), schedule(ops, lambda kernel, beside: (own, other))
+    close = 1e-6 * (1 + slowed.total_us)
+    for entry, spent in zip(ops, slowed.spent_us, strict=True):
+        assert entry.us - close <= spent <= entry.us * (own if entry.stream == COMPUTE else other) + close
+    assert all(slowed.ends[i] <= slowed.starts[j] + close for j, waits in enumerate(slowed.waits) for i in waits)
+    assert alone.total_us - close <= slowed.total_us <= max(own, other) * alone.total_us + close
+    low, high = slowed.interval()
+    assert low <= slowed.total_us <= high
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

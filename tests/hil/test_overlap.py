@@ -1,0 +1,41 @@
+"""What can be tried of `hil.overlap` without GPUs."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from hil import overlap
+from hil.launches import takes
+from perfmodel.kernels import KERNELS
+
+
+def test_what_ended_inside_counts():
+    assert overlap.inside([1.0, 2.5, 4.0, 7.0, 9.0], 1.0, 7.5) == [1.5, 1.5, 3.0]
+    assert overlap.inside([1.0, 2.5], 1.1, 7.5) == overlap.inside([1.0], 0.0, 9.0) == overlap.inside([], 0.0, 1.0) == []
+
+
+def test_a_draw_has_all_kinds_and_every_collective():
+    works = overlap.drawn(120, seed=5)
+    kernels = Counter(work.kernel for work in works)
+    assert set(kernels) == {*overlap.GEMMS, *overlap.MEMORY, "torch/bf16_batched"}
+    beside = Counter(op for work in works for op, _ in work.beside)
+    assert beside["all_reduce"] == 120 and set(beside) == set(overlap.OPS) and min(beside.values()) == 40
+    assert {size for work in works for _, size in work.beside} == set(overlap.SIZES)
+    for work in works:
+        if "gemm" in KERNELS[work.kernel].kind:
+            assert takes(work.kernel, work.shape)
+    assert works == overlap.drawn(120, seed=5) != overlap.drawn(120, seed=6)
+    # One kernel stands beside messages of either size, and beside any collective.
+    for kernel in overlap.GEMMS:
+        assert {size for work in works if work.kernel == kernel for _, size in work.beside} == set(overlap.SIZES)
+
+
+def test_without_gpus_it_says_what_to_do(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there are GPUs")
+    assert overlap.main(["--out", "unused"]) == 3
+    assert "torchrun --nproc-per-node" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        overlap.main(["--out", "unused", "--count", "0"])
+    assert stopped.value.code == 2
