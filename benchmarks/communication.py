@@ -4,7 +4,9 @@
 
 Held out by whole message sizes: each size leaves the table, for every op, number of ranks and dtype, and the rest of the
 table predicts it, interval included. Beside it two simpler models on the same rows: latency plus bytes over bandwidth,
-fitted to the same rest, and bytes over the link's nominal bandwidth alone, as sharding planners do. Needs no GPU.
+fitted to the same rest, and bytes over the link's nominal bandwidth alone, as sharding planners do. Where sizes and dims were
+measured that no table has (`collectives_fresh.parquet`), these judge, too, and kernels beside collectives are held out by whole
+shapes where there are such pairs. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -19,10 +21,14 @@ import numpy as np
 import pandas as pd
 
 from benchmarks.collectives import size_text
+from perfmodel import hardware as hardware_module
+from perfmodel import overlap
 from perfmodel.collectives import LARGE_BYTES, CollectiveModel, load
 from perfmodel.compression import pays_from, pays_up_to_gbps
+from perfmodel.data_folder import data_folder
 from perfmodel.topology import OPS, preset, wire
 
+FRESH = "collectives_fresh.parquet"
 NVLINK_BYTES_PER_US = 450e3
 """Nominal, one direction, of an H100 or H200: 18 links of 25 GB/s."""
 
@@ -51,6 +57,33 @@ def held_out(model: CollectiveModel) -> pd.DataFrame:
     return result
 
 
+def fresh(model: CollectiveModel) -> pd.DataFrame | None:
+    """Rows of sizes and dims that the table does not have, with what is predicted; None where none were measured."""
+    path = data_folder() / model.hardware / FRESH
+    if not path.is_file():
+        return None
+    rows = pd.read_parquet(path)
+    rows = rows[rows["op"].isin(OPS)].reset_index(drop=True)
+    return pd.concat([rows, model.predict(rows)], axis=1)
+
+
+def beside(hardware: str) -> pd.DataFrame | None:
+    """How far off it is, held out by whole shapes, how much longer kernels and collectives take at once; None without pairs."""
+    model = overlap.load(hardware_module.load(hardware))
+    if model is None:
+        return None
+    pairs = model.held_out
+    records = []
+    for ranks, some in (("all", pairs), *pairs.groupby("ranks")):
+        for what, name in (("kernels", "slower"), ("collectives", "exchange_slower")):
+            truth, error = some[name], (some[f"told_{name}"] / some[name] - 1).abs()
+            one = (pairs[name].median() / truth - 1).abs()
+            slow = (f"{truth.quantile(share):.2f}x" for share in (0.1, 0.5, 0.9))
+            records.append((what, ranks, len(some), *slow, error.mean(), error.median(), error.quantile(0.9), one.mean()))
+    columns = ["slower", "ranks", "n", "p10 of", "median of", "p90 of", "MAPE", "median", "p90", "one factor MAPE"]
+    return pd.DataFrame(records, columns=columns)
+
+
 def _alpha_beta(rest: pd.DataFrame, row: Any) -> float:
     """Latency plus bytes over bandwidth, fitted to the other sizes of a row's setting by least squares of relative errors."""
     names = ["op", "dtype", "split", "dim", "ranks", "groups"]
@@ -60,7 +93,7 @@ def _alpha_beta(rest: pd.DataFrame, row: Any) -> float:
     return float(max(alpha, 0.0) + max(beta, 0.0) * row.bytes_per_rank)
 
 
-def accuracy(rows: pd.DataFrame) -> pd.DataFrame:
+def accuracy(rows: pd.DataFrame, others: Sequence[str] = ("alpha_beta_us", "bandwidth_us")) -> pd.DataFrame:
     """Errors by op, dtype and size class: of the model, of both simpler ones, and how often the interval holds."""
     records = []
     large = rows["bytes_per_rank"] >= LARGE_BYTES
@@ -74,11 +107,14 @@ def accuracy(rows: pd.DataFrame) -> pd.DataFrame:
             truth = part["p50_us"]
             error = (part["time_us"] / truth - 1).abs()
             inside = (part["low_us"] <= truth) & (truth <= part["high_us"])
-            others = ((part[column] / truth - 1).abs().mean() for column in ("alpha_beta_us", "bandwidth_us"))
+            if not len(part):
+                continue
+            simpler = ((part[column] / truth - 1).abs().mean() for column in others)
             records.append(
-                (name, label, len(part), error.mean(), error.median(), error.quantile(0.9), error.max(), inside.mean(), *others)
+                (name, label, len(part), error.mean(), error.median(), error.quantile(0.9), error.max(), inside.mean(), *simpler)
             )
-    columns = ["op", "size", "n", "MAPE", "median", "p90", "worst", "coverage", "alpha-beta MAPE", "bandwidth MAPE"]
+    names = {"alpha_beta_us": "alpha-beta MAPE", "bandwidth_us": "bandwidth MAPE"}
+    columns = ["op", "size", "n", "MAPE", "median", "p90", "worst", "coverage", *(names[column] for column in others)]
     return pd.DataFrame(records, columns=columns)
 
 
@@ -169,6 +205,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if within else 1
     shares = ["MAPE", "median", "p90", "worst", "coverage", "alpha-beta MAPE", "bandwidth MAPE"]
     _show("Held out by whole message sizes", table, shares)
+    if (unseen := fresh(model)) is not None:
+        _show("Sizes and dims that the table does not have", accuracy(unseen, ()), shares[:-2])
+    if (pairs := beside(options.hardware)) is not None:
+        said = "How many times as long kernels and collectives take at once, held out by whole shapes"
+        _show(said, pairs, ["MAPE", "median", "p90", "one factor MAPE"])
     _show("Sizes beyond all measured, from the bandwidth of the largest left", beyond_sizes(model), ["MAPE", "worst", "coverage"])
     _show(
         "Ranks never measured, tried on measured ones", beyond_ranks(model), ["MAPE below 1 MiB", "from 1 MiB", "bias from 1 MiB"]

@@ -121,7 +121,8 @@ def show(steps: Sequence[dict[str, Any]], hardware: str) -> None:
         if not is_of_the_gpu(step, found["one_ms"]):
             print(f"{line}{'':8s}{on_several:9.2f}{ms:10.2f}  bound by the host")
             continue
-        line += f"{found['one_ms'] / alone - 1:+8.1%}{on_several:9.2f}{ms:10.2f}  [{low:7.2f}, {high:7.2f}]{ms / on_several - 1:+8.1%}"
+        line += f"{found['one_ms'] / alone - 1:+8.1%}{on_several:9.2f}{ms:10.2f}  [{low:7.2f}, {high:7.2f}]"
+        line += f"{ms / on_several - 1:+8.1%}"
         print(f"{line}{found['unslowed_ms']:10.2f}{found['unslowed_ms'] / on_several - 1:+8.1%}")
         ratios.append(ms / on_several)
         inside.append(low <= on_several <= high)

@@ -55,7 +55,7 @@ ASKING_STARTS_S, LEAST_ASKING_S, MOST_ASKING_S = 20.0, 10.0, 60.0
 # Times that each answer is seen where learning goes on from another GPU's networks: on an H100, from 668,000 answers in bf16, 4
 # times make 81.0% of the choices right, 24 times from nothing 74.5% (networks 384 and 256 wide).
 EPOCHS_ON = 8
-# Of the time for collectives, what they take alone; and pairs of kernels and collectives of fewer than which those that ship serve.
+# Of the time for collectives, what they take alone; and of pairs of kernels and collectives, how few say less than what ships.
 COLLECTING, LEAST_PAIRS = 0.65, 100
 # Of the GPU's memory, for a process that asks, or compiles ahead.
 PROCESS_BYTES = 9e9
