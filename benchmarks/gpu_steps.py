@@ -76,9 +76,7 @@ def add(file: Path, paths: Sequence[Path]) -> None:
         entry = {name: document[name] for name in KEPT}
         if document.get("profile"):
             parts = document["profile"]
-            entry["profile"] = {name: parts[name] for name in ("compute", MEASURED)}
-            for part in entry["profile"].values():
-                part.pop("collectives", None)
+            entry["profile"] = {name: parts[name] for name in ("compute", MEASURED, "kernels")}
         known["steps"] = [step for step in known["steps"] if any(step[name] != entry[name] for name in KEY)]
         known["steps"].append(entry)
     _write(file, known)
