@@ -213,7 +213,7 @@ def _inputs(kernels: Kernels, ops: npt.NDArray[np.object_], sizes: Array, multip
     known = kernels.tiles > 0
     waves = np.where(known, kernels.tiles / multiprocessors, _MANY_WAVES)
     more = np.log(
-        np.ceil(kernels.tiles / (multiprocessors - HELD)) / np.maximum(np.ceil(kernels.tiles / multiprocessors), 1.0),
+        np.ceil(kernels.tiles / max(multiprocessors - HELD, 1)) / np.maximum(np.ceil(kernels.tiles / multiprocessors), 1.0),
         where=known,
         out=np.zeros(len(known)),
     )
