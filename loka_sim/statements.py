@@ -190,6 +190,7 @@ def _overlap(answer: WhatIf) -> str:
         return "Collectives are taken not to slow what runs beside them: that was not measured."
     network = " Those across hosts are taken to slow kernels as much as those inside one, which was not measured."
     return (
-        f"Kernels and collectives that run at once slow each other, as measured between {model.ranks} GPUs, "
-        f"{written(model.measured_on.name)}.{network if found.parallel.hosts > 1 else ''}"
+        f"Kernels and collectives that run at once slow each other, as measured between {' and '.join(map(str, model.ranks))} GPUs "
+        f"of the {written(model.measured_on.name)}; copies of gradients and gathered parameters count by the "
+        f"bandwidth.{network if found.parallel.hosts > 1 else ''}"
     )

@@ -105,9 +105,9 @@ class OverlapModel:
     measured_on: HardwareSpec
 
     @property
-    def ranks(self) -> int:
-        """GPUs between which the collectives of most pairs ran."""
-        return int(self.table["ranks"].mode().iloc[0])
+    def ranks(self) -> list[int]:
+        """Numbers of GPUs between which the collectives of pairs ran, rising."""
+        return sorted(map(int, self.table["ranks"].unique()))
 
     def slower(self, kernels: Kernels, op: str, bytes_per_rank: float) -> tuple[Array, Array]:
         """How many times as long kernels take beside a collective that does not pause, and it beside each of them; 1 or more.

@@ -105,7 +105,7 @@ def test_whose_pairs_serve(tmp_path):
     (tmp_path / "perfmodel").mkdir()
     planted().to_parquet(tmp_path / "perfmodel" / overlap.FILE_NAME)
     assert len(overlap.load(H100, tmp_path).table) == 400
-    assert perfmodel.load("h200").overlap.ranks == 2
+    assert perfmodel.load("h200").overlap.ranks == [2, 4]
 
 
 @pytest.mark.parametrize(
