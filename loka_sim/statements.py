@@ -188,9 +188,11 @@ def _overlap(answer: WhatIf) -> str:
     model = found.timing.overlap if found and found.timing else None
     if found is None or model is None:
         return "Collectives are taken not to slow what runs beside them: that was not measured."
-    network = " Those across hosts are taken to slow kernels as much as those inside one, which was not measured."
+    across = (
+        " Collectives across hosts are taken to slow kernels as much, which was not measured." if found.parallel.hosts > 1 else ""
+    )
+    ranks = " and ".join(map(str, model.ranks))
     return (
-        f"Kernels and collectives that run at once slow each other, as measured between {' and '.join(map(str, model.ranks))} GPUs "
-        f"of the {written(model.measured_on.name)}; copies of gradients and gathered parameters count by the "
-        f"bandwidth.{network if found.parallel.hosts > 1 else ''}"
+        f"Kernels and collectives that run at once slow each other, as measured between {ranks} GPUs of the "
+        f"{written(model.measured_on.name)}.{across} Copies of gradients and gathered parameters count by the bandwidth."
     )
