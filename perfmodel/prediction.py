@@ -29,12 +29,12 @@ SIZE_CLASSES_US = (5.0, 20.0, 100.0)
 # By how much, as a power, an interval is wider for each octave by which a call is larger than what was measured, of GEMMs and of
 # what is bound by memory: so it holds 90% of what lies in two left-out octaves of M, N or K, of nine kernels of torch's on H200s
 # (python benchmarks/time_model.py beyond).
-WIDER_GEMM, WIDER_MEMORY = 3.1, 1.0
+WIDER_GEMM, WIDER_MEMORY = 3.4, 3.8
 # Likewise for each octave from all that was measured, in a hole between smaller and larger calls. There products in groups hang
 # on which kernel is chosen as no other calls do: learned without those of long K, 90% of 465 such calls, half an octave to two
 # from the rest, took powers of 3.7, 4.8, 8.7 and 7.9 (python benchmarks/time_model.py between). Of 86 GEMMs of ours and FBGEMM's
 # that an earlier fit knew nothing within an octave of, 1.1 to 2.9.
-WIDER_BETWEEN = {"gemm": 0.6, "batched_gemm": 5.0}
+WIDER_BETWEEN = {"gemm": 0.6, "batched_gemm": 5.0, "memory": 1.0}
 # Batched products in fewer groups are of towers or features, not one a sample: their intervals have a power of their own.
 FEW_GROUPS = 200
 # What the features know of a size's alignment: its remainder by this.
@@ -108,7 +108,7 @@ def wider_beyond(kernel: str, sizes: Sizes, entry: Mapping[str, Any]) -> Array:
     """
     kind = KERNELS[kernel].kind
     each = WIDER_GEMM if "gemm" in kind else WIDER_MEMORY
-    between = WIDER_BETWEEN.get(kind, WIDER_MEMORY)
+    between = WIDER_BETWEEN.get(kind, WIDER_BETWEEN["memory"])
     return 1 + np.maximum(each * octaves_beyond(sizes, entry["range"]), between * gap_octaves(sizes, entry))
 
 

@@ -20,7 +20,7 @@ from perfmodel.cells import (
     WELL_KNOWN,
     Cells,
 )
-from perfmodel.prediction import WIDER_BETWEEN, WIDER_MEMORY, few_neighbours, wider, wider_beyond
+from perfmodel.prediction import WIDER_BETWEEN, few_neighbours, wider, wider_beyond
 
 
 def sizes(*calls):
@@ -160,7 +160,7 @@ def test_a_model_that_knows_of_no_cells_has_no_holes():
     entry = {"range": {name: [1.0, 8192.0] for name in ("m", "n", "k", "groups")} | {"product": [1.0, 2.0**40]}}
     assert wider_beyond("torch/bf16", sizes((46, 16, 64, 1)), entry).tolist() == [1]
     entry["cells"] = Cells.of(sizes((1024, 64, 64, 1), (2**17, 64, 64, 1))).save()
-    for kernel, each in (("torch/bf16", WIDER_BETWEEN["gemm"]), ("torch/quantize_rowwise", WIDER_MEMORY)):
+    for kernel, each in (("torch/bf16", WIDER_BETWEEN["gemm"]), ("torch/quantize_rowwise", WIDER_BETWEEN["memory"])):
         np.testing.assert_allclose(wider_beyond(kernel, sizes((2900, 64, 64, 1)), entry), [1 + each])
 
 
