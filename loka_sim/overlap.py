@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from loka_sim.communication import NETWORK
-from perfmodel.judge import SHAPE
-from perfmodel.overlap import Kernels, told_tiles
 from perfmodel.roofline import limits_us
 from perfmodel.timeline import COMPUTE, Op, Slower
 
 if TYPE_CHECKING:
     from perfmodel.model import PerfModel
+    from perfmodel.overlap import Kernels
 
 _ALONE = (1.0, 1.0)
 
@@ -48,6 +47,9 @@ def _exchange(op: Op) -> tuple[str, float]:
 
 def _kernels(ops: Sequence[Op], timing: PerfModel) -> tuple[list[str], Kernels]:
     """Names of the kernels of the compute stream, and what is known of each; gaps between kernels are none."""
+    # Here: it imports pandas, which one GPU alone needs not.
+    from perfmodel.overlap import Kernels, told_tiles
+
     names = list[str]()
     us, peak, bandwidth, tiles = list[float](), list[float](), list[float](), list[float]()
     gemms: dict[str, list[Op]] = defaultdict(list)
@@ -63,7 +65,7 @@ def _kernels(ops: Sequence[Op], timing: PerfModel) -> tuple[list[str], Kernels]:
             bandwidth.append(op.details["bytes"] / (op.us * timing.hardware.copy_bandwidth_tbs * 1e6))
             tiles.append(0.0)
     for kernel, some in gemms.items():
-        sizes = [np.array([op.details[name] for op in some], dtype=np.float64) for name in SHAPE]
+        sizes = [np.array([op.details[name] for op in some], dtype=np.float64) for name in ("m", "n", "k", "groups")]
         m, n, k, groups = sizes
         compute, memory = limits_us(kernel, m, n, k, groups, timing.hardware)
         names += [op.name for op in some]
