@@ -43,6 +43,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch import library as torch_library
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,7 +71,7 @@ TABLES = "exchanged_tables"
 T = TypeVar("T")
 
 
-@torch.library.custom_op("loka_step::all_to_all", mutates_args=(), schema="(Tensor x) -> Tensor")
+@torch_library.custom_op("loka_step::all_to_all", mutates_args=(), schema="(Tensor x) -> Tensor")
 def all_to_all(x: Tensor) -> Tensor:
     """An equal all-to-all of a tensor's elements; one operator to a compiler, which then neither splits nor reorders it."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
