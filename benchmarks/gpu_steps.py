@@ -21,13 +21,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks import whole_step
 from benchmarks.whole_step import judge
+from loka_sim.dispatch.cost import Time
 from loka_sim.files import write_bytes_atomic
 from loka_sim.overlap import slower
-from loka_sim.step_plan import OPTIMIZER, TABLE_UPDATE, Piece, beside, in_bf16, plan, site_pieces
+from loka_sim.step_plan import BACKWARD, OPTIMIZER, TABLE_UPDATE, Piece, beside, in_bf16, plan, site_pieces
 from loka_sim.validation.runnable import TABLE_ROWS
 from loka_sim.whatif import WhatIf, whatif
-from loka_sim.whole_step import log_loss, others, table_gradient
+from loka_sim.whole_step import GAP, log_loss, others, table_gradient
 from perfmodel import fused
 from perfmodel.data_folder import data_folder
 from perfmodel.timeline import schedule
@@ -47,7 +49,9 @@ def pieces(answer: WhatIf, hardware: str) -> list[Piece]:
     more = others([*table_gradient(answer.spec.tables, TABLE_ROWS), *log_loss()], answer.spec.batch, fused.load(hardware))
     around = [piece for piece in beside(answer) if piece.phase not in (OPTIMIZER, TABLE_UPDATE)]
     at_sites = site_pieces(answer.sites, answer.runs.between.of, in_bf16, around=False)
-    return [*at_sites, *around, *(piece for other in more for piece in other.pieces())]
+    gap_us = whole_step.around(answer)[1]
+    gap = Piece(BACKWARD, "between these kernels", GAP, Time(gap_us, 0.5 * gap_us, 1.5 * gap_us))
+    return [*at_sites, *around, *(piece for other in more for piece in other.pieces()), gap]
 
 
 def predicted(model: str, batch: int, gpus: int, hardware: str) -> dict[str, Any]:

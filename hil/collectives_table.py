@@ -75,10 +75,10 @@ class Table:
         write_atomic(self._folder / f"{NAME}.parquet", lambda path: self._rows.to_parquet(path, index=False, compression="zstd"))
 
 
-def describe(device: torch.device, arguments: list[str]) -> dict[str, Any]:
-    """The present run: command, time, machine, NCCL and how GPUs are linked."""
+def describe(device: torch.device, arguments: list[str], module: str = "hil.collectives") -> dict[str, Any]:
+    """The present run of a module: command, time, machine, NCCL and how GPUs are linked."""
     run: dict[str, Any] = {
-        "command": f"torchrun --nproc-per-node {dist.get_world_size()} -m hil.collectives {shlex.join(arguments)}",
+        "command": f"torchrun --nproc-per-node {dist.get_world_size()} -m {module} {shlex.join(arguments)}",
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "rows": 0,
     }

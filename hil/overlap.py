@@ -6,7 +6,8 @@ A step hides its reductions behind the backward, but not for nothing: NCCL's ker
 bytes through the same memory. Each row is a kernel at a shape, a collective at a size, and four times: either alone, and
 either while the other runs without a pause. All ranks run the same kernel at the same moment, as replays of a CUDA graph whose
 launches rotate over buffers; collectives are called on a stream of their own, one behind the other, from before the
-first replay until after the last. A collective counts that begins and ends while the kernels run.
+first replay until after the last. A collective counts that begins and ends while the kernels run. A
+table that is there already is extended, and pairs that it holds are not measured again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -106,6 +107,34 @@ def drawn(count: int, seed: int) -> list[Work]:
         sizes = SIZES[number % 2], SIZES[number // 2 % 2]
         found.append(Work(kernel, shape, ((OPS[0], sizes[0]), (others[number % len(others)], sizes[1]))))
     return found
+
+
+def known(folder: Path, gpu: str) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
+    """Pairs that a folder's table holds, and the runs that measured them; none where there is no table.
+
+    Raises:
+        ValueError: they are of another GPU.
+    """
+    path = folder / f"{NAME}.parquet"
+    if not path.is_file():
+        return pd.DataFrame(), []
+    runs = json.loads(path.with_suffix(".json").read_text())["runs"]
+    if other := next((run["gpu"] for run in runs if run["gpu"] != gpu), None):
+        raise ValueError(f"{path} was measured on {other}, this is {gpu}; give another --out")
+    return pd.read_parquet(path), runs
+
+
+def without(works: Sequence[Work], table: pd.DataFrame, ranks: int) -> list[Work]:
+    """Kernels beside those collectives only that a table of pairs does not hold between so many GPUs."""
+    names = ["kernel", *SHAPE, "ranks", "op", "bytes_per_rank"]
+    held = set(table[names].itertuples(index=False, name=None)) if len(table) else set()
+
+    def is_new(work: Work, op: str, size: int) -> bool:
+        s = work.shape
+        return (work.kernel, s.m, s.n, s.k, s.groups, ranks, op, size) not in held
+
+    left = [replace(work, beside=tuple(pair for pair in work.beside if is_new(work, *pair))) for work in works]
+    return [work for work in left if work.beside]
 
 
 def inside(ends_ms: Sequence[float], start_ms: float, stop_ms: float) -> list[float]:
@@ -248,16 +277,17 @@ def collect(out: Path, works: Sequence[Work], minutes: float, arguments: list[st
     ranks, rank = dist.get_world_size(), dist.get_rank()
     group = dist.new_group(list(range(ranks)))
     bench = Bench(Place(device, group, rank, ranks, 0))
-    pool = BufferPool(elements=max(2**28, *(2 * work.shape.largest_operand for work in works)))
+    pool = BufferPool(elements=max([2**28, *(2 * work.shape.largest_operand for work in works)]))
+    run = describe(device, arguments, "hil.overlap")
+    before, runs = known(out, run["gpu"])
+    works = without(works, before, ranks)
     tiled, rows = asked_tiles(works), list[dict[str, Any]]()
     deadline = time.monotonic() + 60 * minutes
-    run = describe(device, arguments)
-    run["command"] = run["command"].replace("hil.collectives", "hil.overlap")
-    document = {"schema_version": 1, "method": METHOD, "runs": [run]}
+    document = {"schema_version": 1, "method": METHOD, "runs": [*runs, run]}
 
     def save() -> None:
         run["rows"] = len(rows)
-        table = pd.DataFrame(rows)
+        table = pd.concat([before, pd.DataFrame(rows).assign(run=len(runs))], ignore_index=True)
         write_atomic(out / f"{NAME}.json", partial(Path.write_text, data=json.dumps(document, indent=1) + "\n"))
         write_atomic(out / f"{NAME}.parquet", partial(table.to_parquet, index=False, compression="zstd"))
 
@@ -300,6 +330,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(arguments) if arguments is not None else sys.argv[1:]
     try:
         done = collect(options.out, drawn(options.count, options.seed), options.minutes, words, device)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     finally:
         dist.destroy_process_group()
     return 0 if done else 1

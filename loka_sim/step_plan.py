@@ -210,6 +210,8 @@ def _gathered(
     for _ in range(len(loose) + 1):
         fetch()
     writer.hold(*(f"parameters {number}, {phase}" for number in loose))
+    for of_no_site in loose:
+        writer.copy(f"parameters {of_no_site}, {phase}: to their places", phase, units[of_no_site])
     entered: set[int] = set()
     for position, (number, pieces) in enumerate(runs):
         if number is not None and number not in entered and units[number].gather:
@@ -260,19 +262,22 @@ class _Writer:
         for piece in pieces:
             if self._before and piece is self._before[0]:
                 self.hold(self._before[1])
-            after, self._held = tuple(dict.fromkeys(self._held)), []
             details = {"phase": piece.phase, **piece.details}
             kind = piece.phase if piece.phase in (TABLE_UPDATE, OPTIMIZER) else piece.kind
-            self._last_compute = self._add(Op(piece.name, COMPUTE, *piece.time, after, kind, piece.alike, details))
+            self._last_compute = self._add(Op(piece.name, COMPUTE, *piece.time, self._waits(), kind, piece.alike, details))
             if self._behind and piece is self._behind[0]:
                 self.collective(*self._behind[1:], wait_compute=True)
 
     def copy(self, name: str, phase: str, unit: Unit) -> None:
         """List what reads and writes a unit once, where its time is known."""
         if unit.copy is not None:
-            after, self._held = tuple(dict.fromkeys(self._held)), []
             details = {"phase": phase, "bytes": 2 * unit.size_bytes}
-            self._last_compute = self._add(Op(name, COMPUTE, *unit.copy, after, "copy", "copy", details))
+            self._last_compute = self._add(Op(name, COMPUTE, *unit.copy, self._waits(), "copy", "copy", details))
+
+    def _waits(self) -> tuple[str, ...]:
+        """What the next operation on the compute stream waits for."""
+        held, self._held = tuple(dict.fromkeys(self._held)), []
+        return held
 
     def collective(self, name: str, what: Collective, *, wait_compute: bool = False, after: Sequence[str] = ()) -> str:
         """List a collective, behind all that the compute stream has so far where it must be."""

@@ -294,10 +294,14 @@ def vocabulary(kernels: Codes) -> list[tuple[Codes, Codes]]:
 
 def chosen_tiles(parts: Codes, m: Array, n: Array, groups: Array) -> Array:
     """Tiles of the result that chosen kernels make, in whole clusters; `parts` as of `Choice.told`."""
-    part = dict(zip(PARTS, parts.T.astype(np.float64), strict=True))
-    cluster_n, cluster_m = np.divmod(part["cluster"], 10)
-    across = np.ceil(np.ceil(n / (part["tile_n"] % _KIND)) / cluster_n) * cluster_n
-    down = np.ceil(np.ceil(m / part["tile_m"]) / cluster_m) * cluster_m
+    tile_n, tile_m, cluster = parts[:, :3].T.astype(np.float64)
+    return _tiles(m, n, groups, tile_m, tile_n % _KIND, *np.divmod(cluster, 10))
+
+
+def _tiles(m: Array, n: Array, groups: Array, tile_m: Array, tile_n: Array, cluster_n: Array, cluster_m: Array) -> Array:
+    """Of a cluster, which is launched whole, count all."""
+    across = np.ceil(np.ceil(n / tile_n) / cluster_n) * cluster_n
+    down = np.ceil(np.ceil(m / tile_m) / cluster_m) * cluster_m
     return across * down * groups
 
 
@@ -307,7 +311,7 @@ def chosen_features(parts: Codes, m: Array, n: Array, k: Array, groups: Array, h
     kind, tile_n = np.divmod(part["tile_n"], _KIND)
     cluster_n, cluster_m = np.divmod(part["cluster"], 10)
     tile_m = part["tile_m"]
-    tiles = chosen_tiles(parts, m, n, groups)
+    tiles = _tiles(m, n, groups, tile_m, tile_n, cluster_n, cluster_m)
     waves = tiles / hardware.multiprocessors
     columns = {
         "chosen_tile_n": tile_n, "chosen_tile_m": tile_m, "chosen_cluster_n": cluster_n, "chosen_cluster_m": cluster_m,

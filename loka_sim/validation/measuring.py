@@ -240,22 +240,24 @@ def collectives(folder: Path, gpus: int, seconds: float) -> None:
     Raises:
         DataError: nothing was measured.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-    arguments = ["--out", str(folder), "--minutes", f"{seconds / 60:.3f}"]
-    # 1: the time did not suffice for all of them.
-    run("hil.collectives", arguments, accept=(0, 1), launcher=launcher, seconds=seconds + 3 * GRACE_S)
+    _between("hil.collectives", folder, gpus, seconds)
     if not (folder / "collectives.parquet").is_file():
         raise DataError("no collective was measured; the last lines of python -m hil.collectives above say why")
+
+
+def _between(module: str, folder: Path, gpus: int, seconds: float) -> None:
+    """Run what measures between all GPUs of this machine for so long; that it did not get through all is no failure."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    arguments = ["--out", str(folder), "--minutes", f"{seconds / 60:.3f}"]
+    run(module, arguments, accept=(0, 1), launcher=launcher, seconds=seconds + 3 * GRACE_S)
 
 
 def overlap(folder: Path, gpus: int, seconds: float) -> int:
     """Measure what kernels and collectives between all GPUs of this machine cost each other; how many pairs there are."""
     import pandas
 
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-    arguments = ["--out", str(folder), "--minutes", f"{seconds / 60:.3f}"]
     with suppress(DataError):  # its last lines said why; without it the shipped pairs serve
-        run("hil.overlap", arguments, accept=(0, 1), launcher=launcher, seconds=seconds + 3 * GRACE_S)
+        _between("hil.overlap", folder, gpus, seconds)
     path = folder / "overlap.parquet"
     return len(pandas.read_parquet(path)) if path.is_file() else 0
 

@@ -1,7 +1,9 @@
 """What can be tried of `hil.overlap` without GPUs."""
 
+import json
 from collections import Counter
 
+import pandas as pd
 import pytest
 import torch
 
@@ -29,6 +31,33 @@ def test_a_draw_has_all_kinds_and_every_collective():
     # One kernel stands beside messages of either size, and beside any collective.
     for kernel in overlap.GEMMS:
         assert {size for work in works if work.kernel == kernel for _, size in work.beside} == set(overlap.SIZES)
+
+
+def test_what_a_table_holds_is_not_measured_again(tmp_path):
+    works = overlap.drawn(20, seed=5)
+    assert overlap.without(works, table_of(tmp_path, []), 2) == works
+    pairs = [(work, pair) for work in works for pair in work.beside]
+    kept = [works[0].beside[1], works[7].beside[0]]
+    table = table_of(tmp_path, [pair for pair in pairs if pair not in ((works[0], kept[0]), (works[7], kept[1]))])
+    left = overlap.without(works, table, 2)
+    assert [(work.kernel, work.shape, work.beside) for work in left] == [
+        (works[0].kernel, works[0].shape, (kept[0],)), (works[7].kernel, works[7].shape, (kept[1],)),
+    ]  # fmt: skip
+    # Between other GPUs they are other pairs.
+    assert overlap.without(works, table, 4) == works
+    with pytest.raises(ValueError, match="measured on NVIDIA H100, this is NVIDIA H200; give another --out"):
+        overlap.known(tmp_path, "NVIDIA H200")
+    assert len(overlap.known(tmp_path / "none", "NVIDIA H200")[0]) == 0
+
+
+def table_of(folder, pairs):
+    rows = [
+        {"kernel": work.kernel, "m": work.shape.m, "n": work.shape.n, "k": work.shape.k, "groups": work.shape.groups,
+         "ranks": 2, "op": op, "bytes_per_rank": size} for work, (op, size) in pairs
+    ]  # fmt: skip
+    pd.DataFrame(rows).to_parquet(folder / "overlap.parquet")
+    (folder / "overlap.json").write_text(json.dumps({"runs": [{"gpu": "NVIDIA H100"}]}))
+    return overlap.known(folder, "NVIDIA H100")[0]
 
 
 def test_without_gpus_it_says_what_to_do(capsys):

@@ -1,0 +1,42 @@
+"""Predictions of steps on several GPUs, as benchmarks/gpu_steps.py holds them against measured ones."""
+
+import json
+
+import pytest
+
+from benchmarks import gpu_steps, whole_step
+from loka_sim.communication import BUCKET_BYTES
+
+
+@pytest.fixture(scope="module")
+def predicted():
+    return gpu_steps.predicted("dcnv2-production", 8192, 2, "h100")
+
+
+def test_one_gpu_takes_what_its_graph_takes(predicted):
+    graph = whole_step.both("dcnv2-production", 8192, {}, "h100")["bf16"].graph_ms
+    assert predicted["one_ms"] == pytest.approx(graph[0], rel=1e-3)
+
+
+def test_several_take_longer_by_copies_and_what_is_slowed_or_exposed(predicted):
+    several, low, high = predicted["several_ms"]
+    assert low < several < high
+    assert predicted["one_ms"] < predicted["unslowed_ms"] < several
+    # No more than everything slowed, exposed and copied: gradients fill less than two buckets.
+    copied = 2 * 2 * BUCKET_BYTES / 3.06e9
+    assert several <= predicted["one_ms"] + predicted["slowed_ms"] + predicted["exposed_ms"] + copied + 1e-6
+
+
+def test_measured_steps_take_the_place_of_earlier_ones(tmp_path, capsys):
+    step = {name: {"p50_ms": 10.0} for name in ("compute", "ddp_exchange")}
+    document = {**dict.fromkeys(gpu_steps.KEPT), "model": "dcnv2-production", "batch": 8192, "ranks": 2, "step": step}
+    for ms in (10.0, 11.0):
+        step["ddp_exchange"]["p50_ms"] = ms
+        (tmp_path / "one.json").write_text(json.dumps(document))
+        gpu_steps.add(tmp_path / "steps.json", [tmp_path / "one.json"])
+    steps = json.loads((tmp_path / "steps.json").read_text())["steps"]
+    assert [entry["step"]["ddp_exchange"]["p50_ms"] for entry in steps] == [11.0]
+    # 2.5 ms of the GPU's in 10 are the host's, and judge nothing.
+    assert not gpu_steps.is_of_the_gpu(steps[0], 2.5) and gpu_steps.is_of_the_gpu(steps[0], 9.0)
+    gpu_steps.show(steps, "h100")
+    assert "bound by the host" in capsys.readouterr().out
