@@ -201,6 +201,8 @@ def communication(spec: ModelSpec, parallel: Parallel, timing: PerfModel) -> Com
         calls = [_dense_calls(parallel, size) for _, size in units]
         wanted = [*exchange, *(call for gather, reduce in calls for call in (gather, *reduce) if call)]
         known = _predict(list(dict.fromkeys(wanted)), model, parallel)
+        # Read here, where a damaged table is named.
+        _ = timing.overlap
     except (ValueError, FileNotFoundError) as error:
         return Communication(parallel, embeddings, dense, missing=str(error).rstrip("."))
     made = tuple(

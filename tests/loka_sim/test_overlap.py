@@ -61,6 +61,16 @@ def test_nothing_is_asked_where_nothing_is_known_or_exchanged():
     assert slower([GEMM, FUSED], Timing(Overlap())) is None
 
 
+def test_a_damaged_table_of_pairs_is_named(monkeypatch):
+    def damaged(hardware, calibration):
+        raise ValueError("overlap.parquet holds no row; measure again with: torchrun -m hil.overlap.")
+
+    monkeypatch.setattr("perfmodel.overlap.load", damaged)
+    answer = loka_sim.whatif("dlrm-small", batch=512, gpus=4)
+    assert answer.communication.missing == "overlap.parquet holds no row; measure again with: torchrun -m hil.overlap"
+    assert "No figure for communication between 4 GPUs: overlap.parquet" in answer.to_dict()["communication"]["text"]
+
+
 def test_a_step_on_several_gpus_is_slowed_and_says_so():
     answer = loka_sim.whatif("wukong", batch=2048, gpus=4, hardware="h100")
     made = answer.timelines[BF16]
