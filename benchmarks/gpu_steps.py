@@ -2,12 +2,12 @@
 
     python -m benchmarks.gpu_steps                          # of data/h100/gpu_steps.json
     python -m benchmarks.gpu_steps --add steps/*.json       # takes in what benchmarks/step_on_gpus.py wrote
-    python -m benchmarks.gpu_steps --predict wukong-production:3072:2 interformer-production:1024:2    # writes it down
+    python -m benchmarks.gpu_steps --predict wukong-production:3072:2 wukong-production:2048:2:decision:ddp    # writes it down
 
-Forward and backward in bf16 as measured there: DistributedDataParallel, embeddings and their gradients exchanged, tables cut to
-10,000 rows, a log loss behind the model. Three predictions stand beside each: that of `loka-sim step`, the same if kernels
-and collectives that run at once did not slow each other, and of one GPU alone. What a host takes to launch a small model is
-not in them: steps that the host bounds are listed and not judged.
+Forward and backward as measured there, in bf16 or as decided among torch's kernels: DistributedDataParallel or FSDP, embeddings
+and their gradients exchanged, tables cut to 10,000 rows, a log loss behind the model. Three predictions stand beside each: that
+of `loka-sim step`, the same if kernels and collectives that run at once did not slow each other, and of one GPU alone. What a
+host takes to launch a small model is not in them: steps that the host bounds are listed and not judged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.whole_step import judge
 from loka_sim.dispatch.cost import Time
 from loka_sim.files import write_bytes_atomic
 from loka_sim.overlap import slower
-from loka_sim.step_plan import BACKWARD, OPTIMIZER, TABLE_UPDATE, Piece, beside, in_bf16, plan, site_pieces
+from loka_sim.step_plan import BACKWARD, BF16, DECISION, LAUNCHED, OPTIMIZER, TABLE_UPDATE, Piece, pieces_of, plan
 from loka_sim.validation.runnable import TABLE_ROWS
 from loka_sim.whatif import WhatIf, whatif
 from loka_sim.whole_step import GAP, log_loss, others, table_gradient
@@ -35,31 +35,38 @@ from perfmodel.data_folder import data_folder
 from perfmodel.timeline import schedule
 
 KEPT = (
-    "model", "batch", "ranks", "command", "machine", "dense_bytes", "embedding_bytes", "all_reduces", "compiled_in_s", "step",
+    "model", "batch", "ranks", "precision", "dense", "command", "machine", "dense_bytes", "embedding_bytes", "all_reduces",
+    "compiled_in_s", "step",
 )  # fmt: skip
-KEY = KEPT[:3]
-MEASURED = "ddp_exchange"
+KEY = KEPT[:5]
+PRECISIONS, SPREADS = (BF16, DECISION), ("ddp", "fsdp")
+PROFILED = ("compute", "ddp_exchange", "fsdp_exchange", "kernels")
 # A step is the GPU's where its kernels take this share of it at least.
 OF_THE_GPU = 0.7
 
 
-def pieces(answer: WhatIf, hardware: str) -> list[Piece]:
-    """A bf16 forward and backward as measured: without optimizer, with dense gradients of tables and a loss."""
-    assert answer.runs is not None and answer.runs.between is not None
+def measured_ms(step: dict[str, Any]) -> float:
+    """What a measured step took with all that it exchanges."""
+    return float(step["step"][f"{step['dense']}_exchange"]["p50_ms"])
+
+
+def pieces(answer: WhatIf, hardware: str, precision: str) -> list[Piece]:
+    """A forward and backward as measured: without optimizer, with dense gradients of tables and a loss."""
+    converted = answer.converted if precision == DECISION else None
+    own = pieces_of(answer, LAUNCHED[precision], converted=converted)
     more = others([*table_gradient(answer.spec.tables, TABLE_ROWS), *log_loss()], answer.spec.batch, fused.load(hardware))
-    around = [piece for piece in beside(answer) if piece.phase not in (OPTIMIZER, TABLE_UPDATE)]
-    at_sites = site_pieces(answer.sites, answer.runs.between.of, in_bf16, around=False)
     gap_us = whole_step.around(answer)[1]
     gap = Piece(BACKWARD, "between these kernels", GAP, Time(gap_us, 0.5 * gap_us, 1.5 * gap_us))
-    return [*at_sites, *around, *(piece for other in more for piece in other.pieces()), gap]
+    run = [piece for piece in own if piece.phase not in (OPTIMIZER, TABLE_UPDATE)]
+    return [*run, *(piece for other in more for piece in other.pieces()), gap]
 
 
-def predicted(model: str, batch: int, gpus: int, hardware: str) -> dict[str, Any]:
+def predicted(model: str, batch: int, gpus: int, precision: str, dense: str, hardware: str) -> dict[str, Any]:
     """Milliseconds of a step: on one GPU, on several with the 90% interval, and if nothing slowed anything."""
-    answer = whatif(model, batch=batch, gpus=gpus, hardware=hardware)
+    answer = whatif(model, batch=batch, gpus=gpus, hardware=hardware, dense=dense)
     found = answer.communication
     assert found is not None and found.timing is not None
-    own = pieces(answer, hardware)
+    own = pieces(answer, hardware, precision)
     ops = plan(own, found)
     step = schedule(ops, slower(ops, found.timing))
     ends = (step.total_us, *step.interval())
@@ -74,27 +81,38 @@ def predicted(model: str, batch: int, gpus: int, hardware: str) -> dict[str, Any
 
 def add(file: Path, paths: Sequence[Path]) -> None:
     """Take measured steps into a file, each in the place of an earlier one of the same model, batch and number of GPUs."""
-    known = json.loads(file.read_text()) if file.is_file() else {"schema_version": 1, "steps": []}
+    known: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"schema_version": 1, "steps": []}
     for path in paths:
         document = json.loads(path.read_text())
-        entry = {name: document[name] for name in KEPT}
+        entry = {name: document.get(name) for name in KEPT}
         if document.get("profile"):
             parts = document["profile"]
-            entry["profile"] = {name: parts[name] for name in ("compute", MEASURED, "kernels")}
+            entry["profile"] = {name: parts[name] for name in PROFILED if name in parts}
         known["steps"] = [step for step in known["steps"] if any(step[name] != entry[name] for name in KEY)]
         known["steps"].append(entry)
     _write(file, known)
 
 
-def predict(file: Path, wanted: Sequence[str], hardware: str, about: str) -> None:
+def asked_for(text: str) -> tuple[str, int, int, str, str]:
+    """A step by `KEY`, of MODEL:BATCH:GPUS in bf16 under DDP, or of MODEL:BATCH:GPUS:PRECISION:DENSE.
+
+    Raises:
+        argparse.ArgumentTypeError: it is neither.
+    """
+    model, *numbers, precision, dense = (text if text.count(":") == 4 else f"{text}:{BF16}:ddp").split(":")
+    if len(numbers) != 2 or not all(map(str.isdecimal, numbers)) or precision not in PRECISIONS or dense not in SPREADS:
+        known = f"PRECISION one of {', '.join(PRECISIONS)}, DENSE one of {', '.join(SPREADS)}"
+        raise argparse.ArgumentTypeError(f"{text}: give MODEL:BATCH:GPUS or MODEL:BATCH:GPUS:PRECISION:DENSE, {known}")
+    return model, int(numbers[0]), int(numbers[1]), precision, dense
+
+
+def predict(file: Path, wanted: Sequence[tuple[str, int, int, str, str]], hardware: str, about: str) -> None:
     """Write down what is predicted of steps, as one set more."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    known = json.loads(file.read_text()) if file.is_file() else {"schema_version": 1, "sets": []}
+    known: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"schema_version": 1, "sets": []}
     steps = []
-    for text in wanted:
-        model, batch, gpus = text.rsplit(":", 2)
-        found = predicted(model, int(batch), int(gpus), hardware)
-        steps.append({"model": model, "batch": int(batch), "ranks": int(gpus), **found})
+    for step in wanted:
+        steps.append({**dict(zip(KEY, step, strict=True)), **predicted(*step, hardware)})
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     known["sets"].append({"about": about, "predicted": now, "commit": commit, "steps": steps})
     _write(file, known)
@@ -106,24 +124,27 @@ def _write(file: Path, document: dict[str, Any]) -> None:
 
 def is_of_the_gpu(step: dict[str, Any], one_ms: float) -> bool:
     """Whether a measured step is what the GPU takes, and not what the host takes to launch it."""
-    return one_ms >= OF_THE_GPU * float(step["step"]["compute"]["p50_ms"])
+    alone = step["step"].get("compute")
+    return alone is None or one_ms >= OF_THE_GPU * float(alone["p50_ms"])
 
 
 def show(steps: Sequence[dict[str, Any]], hardware: str) -> None:
     """Every measured step beside what is predicted now."""
     several = f"{'several':>9s}{'predicted':>10s}{'90%':>20s}{'off':>8s}{'unslowed':>10s}{'off':>8s}"
     head = f"{'one GPU':>9s}{'predicted':>10s}{'off':>8s}{several}"
-    print(f"{'model':24s}{'batch':>6s}{'GPUs':>5s}{head}")
+    print(f"{'model':24s}{'batch':>6s}{'GPUs':>5s}  {'':14s}{head}")
     ratios, inside, unslowed = [], [], []
     for step in steps:
         found = predicted(*(step[name] for name in KEY), hardware)
-        alone, on_several = (float(step["step"][name]["p50_ms"]) for name in ("compute", MEASURED))
+        on_several, alone = measured_ms(step), step["step"].get("compute")
         ms, low, high = found["several_ms"]
-        line = f"{step['model']:24s}{step['batch']:6d}{step['ranks']:5d}{alone:9.2f}{found['one_ms']:10.2f}"
+        one = f"{alone['p50_ms']:9.2f}" if alone else f"{'':9s}"
+        line = f"{_named(step)}{one}{found['one_ms']:10.2f}"
         if not is_of_the_gpu(step, found["one_ms"]):
             print(f"{line}{'':8s}{on_several:9.2f}{ms:10.2f}  bound by the host")
             continue
-        line += f"{found['one_ms'] / alone - 1:+8.1%}{on_several:9.2f}{ms:10.2f}  [{low:7.2f}, {high:7.2f}]"
+        off = f"{found['one_ms'] / alone['p50_ms'] - 1:+8.1%}" if alone else f"{'':8s}"
+        line += f"{off}{on_several:9.2f}{ms:10.2f}  [{low:7.2f}, {high:7.2f}]"
         line += f"{ms / on_several - 1:+8.1%}"
         print(f"{line}{found['unslowed_ms']:10.2f}{found['unslowed_ms'] / on_several - 1:+8.1%}")
         ratios.append(ms / on_several)
@@ -131,6 +152,11 @@ def show(steps: Sequence[dict[str, Any]], hardware: str) -> None:
         unslowed.append(found["unslowed_ms"] / on_several)
     judge("several GPUs", ratios, inside)
     judge("if nothing slowed anything", unslowed, [])
+
+
+def _named(step: dict[str, Any]) -> str:
+    model, batch, ranks, precision, dense = (step[name] for name in KEY)
+    return f"{model:24s}{batch:6d}{ranks:5d}  {precision:9s}{dense:5s}"
 
 
 def show_said(sets: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> None:
@@ -141,8 +167,8 @@ def show_said(sets: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -
         print(f"said before, {some['predicted']}, {some['about']}: {len(pairs)} of {len(some['steps'])} measured since")
         ratios, inside = [], []
         for said, step in pairs:
-            measured, (ms, low, high) = float(step["step"][MEASURED]["p50_ms"]), said["several_ms"]
-            print(f"  {said['model']:24s}{said['batch']:6d}{said['ranks']:5d}{measured:9.2f}{ms:10.2f}{ms / measured - 1:+8.1%}")
+            measured, (ms, low, high) = measured_ms(step), said["several_ms"]
+            print(f"  {_named(said)}{measured:9.2f}{ms:10.2f}{ms / measured - 1:+8.1%}")
             ratios.append(ms / measured)
             inside.append(low <= measured <= high)
         judge("  several GPUs", ratios, inside)
@@ -153,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_steps", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hardware", default="h100", help="whose times, and whose steps (default: %(default)s)")
     parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE")
-    parser.add_argument("--predict", nargs="+", metavar="MODEL:BATCH:GPUS", default=[])
+    parser.add_argument("--predict", type=asked_for, nargs="+", metavar="MODEL:BATCH:GPUS[:PRECISION:DENSE]", default=[])
     parser.add_argument("--about", default="", help="of a set of predictions")
     options = parser.parse_args(arguments)
     folder = data_folder() / options.hardware

@@ -2,10 +2,11 @@
 
     torchrun --nproc-per-node 4 -m benchmarks.step_on_gpus wukong-small --batch 4096 --out DIR
     torchrun --nproc-per-node 4 -m benchmarks.step_on_gpus wukong-production:2048 dlrm-production:8192 --minutes 3 --out DIR
+    torchrun --nproc-per-node 2 -m benchmarks.step_on_gpus wukong-production:2048:runs/wukong --dense fsdp --out DIR
 
-Forward, backward and exchanges of a zoo model in bf16, tables cut to 10,000 rows; no optimizer. Every rank has a batch of
-its own. The model is wrapped in DistributedDataParallel, tables left out, and compiled so that Dynamo splits it at DDP's buckets.
-One set of parameters serves all variants, which alternate:
+Forward, backward and exchanges of a zoo model, in bf16 or as a dispatch table has it, tables cut to 10,000 rows; no optimizer.
+Every rank has a batch of its own. The model is wrapped in DistributedDataParallel, tables left out, and compiled so that Dynamo
+splits it at DDP's buckets. One set of parameters serves all variants, which alternate:
 
     compute        the split form without any exchange (`no_sync`, so that DDP copies no gradients into buckets either)
     exchange       and an all-to-all of each group of embeddings forward, and of its gradients backward
@@ -13,12 +14,19 @@ One set of parameters serves all variants, which alternate:
     ddp_exchange   both
     whole          with `--whole`: compiled in one piece, as `loka-sim validate` runs it on one GPU
 
+With `--dense fsdp` it is sharded by `fully_shard`, each layer of a list of layers one unit and what is left another, tables left
+out, and each layer, and each other part with linear layers, is compiled on its own:
+
+    fsdp           gathers and reduce-scatters
+    fsdp_exchange  and the all-to-alls
+
 An all-to-all splits evenly, so that embeddings land with wrong samples, which time does not mind. The compute stream waits
 for it at once, and it runs on the communicator of the all-reduces, in turn with them. InterFormer's sequence table has one
 of its own. DDP broadcasts no buffers. A step of few milliseconds is the host's: compare its `host_ms`, and the profile's
 `idle_us`.
 
-Writes `MODEL-BATCH-Ngpus.json` as soon as a model is timed, and once more when it is profiled.
+Writes `MODEL-BATCH-Ngpus.json`, with `-decision` and `-fsdp` in its name where that is so, as soon as a model is timed, and once
+more when it is profiled.
 """
 
 from __future__ import annotations
@@ -52,16 +60,20 @@ from hil.command import Parser
 from hil.fingerprint import fingerprint
 from loka_sim import resolve, zoo
 from loka_sim.communication import BF16_BYTES, embedding_bytes
+from loka_sim.dispatch import table
 from loka_sim.document import rounded
 from loka_sim.errors import UserError
 from loka_sim.files import write_text_atomic
 from loka_sim.mods import MODS
 from loka_sim.validation.runnable import TABLE_ROWS
-from loka_sim.validation.step_time import quantiles
+from loka_sim.validation.step_time import converted_by_table, quantiles
 from loka_sim.zoo.common import Tables
 
 SCHEMA_VERSION = 1
 COMPUTE, EXCHANGE, DDP, DDP_EXCHANGE, WHOLE = "compute", "exchange", "ddp", "ddp_exchange", "whole"
+FSDP, FSDP_EXCHANGE = "fsdp", "fsdp_exchange"
+EXCHANGED, SYNCHRONIZED = (EXCHANGE, DDP_EXCHANGE, FSDP_EXCHANGE), (DDP, DDP_EXCHANGE)
+MODELS = "zoo models, +mods behind one for all Mods; with a dispatch table, as `loka-sim whatif --out` writes it, in its kernels"
 WARM_UP = 3
 STEPS_OF_A_ROUND = 5
 HOST_STEPS = 3
@@ -116,11 +128,12 @@ class Wrapped(nn.Module):
 
 
 class Asked(NamedTuple):
-    """A model by the zoo's name, whether with all Mods, and its batch on each rank."""
+    """A model by the zoo's name, whether with all Mods, its batch on each rank, the dispatch table it runs (None: bf16)."""
 
     name: str
     modified: bool
     batch: int
+    table: Path | None = None
 
     @property
     def label(self) -> str:
@@ -136,16 +149,19 @@ class Asked(NamedTuple):
 
 
 def asked_for(text: str, batch: int) -> Asked:
-    """`MODEL` or `MODEL:BATCH`.
+    """`MODEL`, `MODEL:BATCH` or `MODEL:BATCH:TABLE`.
 
     Raises:
-        UserError: there is no such model, or the batch is no number.
+        UserError: there is no such model, the batch is no number, or the table is not there.
     """
-    model, colon, number = text.partition(":")
+    model, colon, rest = text.partition(":")
+    number, _, folder = rest.partition(":")
     if colon and not (number.isdecimal() and int(number)):
         raise UserError(f"{text}: give MODEL:BATCH, a batch of at least 1")
+    if folder and not Path(folder).exists():
+        raise UserError(f"{text}: {folder} is not there; make it with `loka-sim whatif MODEL --batch BATCH --out DIR`")
     name = model.removesuffix(resolve.WITH_MODS)
-    return Asked(zoo.canonical(name), name != model, int(number) if colon else batch)
+    return Asked(zoo.canonical(name), name != model, int(number) if colon else batch, Path(folder) if folder else None)
 
 
 class Failed(Exception):
@@ -224,14 +240,15 @@ class Trainer:
         asked: What to build, with the same parameters on all ranks.
         world: Of the run.
         whole: Whether there is that variant.
+        sharded: Whether FSDP spreads it, and not DDP.
 
     Attributes:
-        variants: The names of its variants.
+        variants: The names of its variants, as they are first run.
         exchanged: Bytes of each all-to-all.
         dense_bytes: Of the gradients that DDP reduces.
     """
 
-    def __init__(self, asked: Asked, world: World, whole: bool) -> None:
+    def __init__(self, asked: Asked, world: World, whole: bool, sharded: bool = False) -> None:
         """Builds the model; nothing is compiled yet."""
         shape = zoo.input_shape(asked.name)
         fewer: dict[str, Any] = {"rows": tuple(min(rows, TABLE_ROWS) for rows in shape.rows)}
@@ -240,9 +257,11 @@ class Trainer:
         shape = dataclasses.replace(shape, **fewer)
         torch.manual_seed(0)
         self.model = zoo.build(asked.name, mods=MODS if asked.modified else (), device=world.device, shape=shape).bfloat16()
-        tables = [key for key, child in self.model.named_children() if isinstance(child, Tables | nn.Embedding)]
-        self.exchanges = [Exchanged(self.model.get_submodule(key)) for key in tables]
-        for key, exchange in zip(tables, self.exchanges, strict=True):
+        if asked.table is not None:
+            self.model = converted_by_table(table.load(asked.table))(self.model)
+        self._tables = [key for key, child in self.model.named_children() if isinstance(child, Tables | nn.Embedding)]
+        self.exchanges = [Exchanged(self.model.get_submodule(key)) for key in self._tables]
+        for key, exchange in zip(self._tables, self.exchanges, strict=True):
             setattr(self.model, key, exchange)
         given = zoo.example_inputs(asked.name, asked.batch, device=world.device, seed=dist.get_rank(), shape=shape)
         self.inputs = tuple(x.bfloat16() if x.is_floating_point() else x for x in given)
@@ -252,7 +271,9 @@ class Trainer:
                 for exchange, ids in zip(self.exchanges, self.inputs[1:], strict=True)
             ]
         self.labels = torch.rand(asked.batch, generator=torch.Generator().manual_seed(1)).round().to(world.device)
-        self.variants = (COMPUTE, EXCHANGE, DDP, DDP_EXCHANGE, *([WHOLE] if whole else []))
+        # What exchanges nothing comes first: a rank that fails there does not leave others waiting in a collective.
+        of_ddp = (*([WHOLE] if whole else []), COMPUTE, DDP, EXCHANGE, DDP_EXCHANGE)
+        self.variants = (FSDP, FSDP_EXCHANGE) if sharded else of_ddp
         self.dense_bytes = sum(p.numel() * p.element_size() for key, p in self.model.named_parameters() if TABLES not in key)
 
     def wrap(self, bucket_mb: int | None) -> None:
@@ -266,16 +287,34 @@ class Trainer:
         backend = "inductor" if self.labels.is_cuda else "aot_eager"
         self._split = torch.compile(self.ddp, dynamic=False, backend=backend)
         self._whole = torch.compile(self.model, dynamic=False, backend=backend)
+        self._no_sync: Callable[[], contextlib.AbstractContextManager[None]] = self.ddp.no_sync
+
+    def shard(self) -> None:
+        """Have FSDP spread the dense parameters, layer by layer; a collective, too."""
+        from torch.distributed.fsdp import fully_shard
+
+        backend = "inductor" if self.labels.is_cuda else "aot_eager"
+        parts = [part for key, part in self.model.named_children() if key not in self._tables]
+        layers = [layer for part in parts if isinstance(part, nn.ModuleList) for layer in part]
+        others = [part for part in parts if any(isinstance(module, nn.Linear) for module in part.modules())]
+        for part in (*layers, *(part for part in others if not isinstance(part, nn.ModuleList))):
+            part.compile(dynamic=False, backend=backend)
+        kept = {parameter for exchange in self.exchanges for parameter in exchange.parameters()}
+        for layer in layers:
+            fully_shard(layer)
+        fully_shard(self.model, ignored_params=kept)
+        self._split = self._whole = self.model
+        self._no_sync = contextlib.nullcontext
 
     def step(self, variant: str) -> None:
         """Forward and backward."""
         for exchange in self.exchanges:
-            exchange.on = variant in (EXCHANGE, DDP_EXCHANGE)
+            exchange.on = variant in EXCHANGED
         run = self._whole if variant == WHOLE else self._split
-        with contextlib.nullcontext() if variant in (DDP, DDP_EXCHANGE) else self.ddp.no_sync():
+        with contextlib.nullcontext() if variant in SYNCHRONIZED else self._no_sync():
             out = run(*self.inputs)
             binary_cross_entropy_with_logits(out.float().flatten(), self.labels).backward()
-        self.ddp.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
 
     def steps(self, variant: str, number: int, world: World) -> float:
         """So many steps to their end; the seconds that they took."""
@@ -363,15 +402,14 @@ def machine(world: World) -> dict[str, Any]:
 
 
 def measure(asked: Asked, world: World, options: argparse.Namespace) -> dict[str, Any]:
-    """One model, written whenever there is something new. The result says in `problem` why it is not whole.
-
-    What exchanges nothing comes first: a rank that fails there does not leave others waiting in a collective.
-    """
-    ranks = dist.get_world_size()
+    """One model, written whenever there is something new. The result says in `problem` why it is not whole."""
+    ranks, sharded = dist.get_world_size(), options.dense == "fsdp"
+    precision = "bf16" if asked.table is None else "decision"
     embeddings, dense = asked.expected
     found: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION, "model": asked.label, "batch": asked.batch, "ranks": ranks,
-        "bucket_mb": options.bucket_mb, "machine": machine(world) if world.first else {},
+        "precision": precision, "dense": options.dense, "bucket_mb": options.bucket_mb,
+        "machine": machine(world) if world.first else {},
         "command": shlex.join(["torchrun", "--nproc-per-node", str(ranks), "-m", "benchmarks.step_on_gpus", *sys.argv[1:]]),
         "expected_dense_bytes": dense, "expected_embedding_bytes": embeddings, "compiled_in_s": {},
     }  # fmt: skip
@@ -379,21 +417,23 @@ def measure(asked: Asked, world: World, options: argparse.Namespace) -> dict[str
     def write(cut_off: str = "") -> None:
         if world.first:
             problem = {"problem": f"cut off in {cut_off}"} if cut_off else {}
-            path = options.out / f"{asked.label}-{asked.batch}-{ranks}gpus.json"
+            what = f"{'-decision' * (asked.table is not None)}{'-fsdp' * sharded}"
+            path = options.out / f"{asked.label}-{asked.batch}-{ranks}gpus{what}.json"
             write_text_atomic(path, json.dumps(rounded(found | problem)) + "\n")
 
     try:
         with splits() as split:
-            trainer = world.together("build", lambda: Trainer(asked, world, options.whole))
-            world.together("DDP", lambda: trainer.wrap(options.bucket_mb))
+            trainer = world.together("build", lambda: Trainer(asked, world, options.whole, sharded))
+            world.together("wrapping", trainer.shard if sharded else lambda: trainer.wrap(options.bucket_mb))
             found |= {"dense_bytes": trainer.dense_bytes, "embedding_bytes": sum(trainer.exchanged)}
-            for variant in (*([WHOLE] if options.whole else []), COMPUTE, DDP, EXCHANGE, DDP_EXCHANGE):
+            for variant in trainer.variants:
                 what = f"first steps of {variant}"
                 write(what)
-                warm = WARM_UP if variant in (DDP, DDP_EXCHANGE) else 2
+                warm = WARM_UP if variant in SYNCHRONIZED else 2
                 found["compiled_in_s"][variant] = world.together(what, lambda: trainer.steps(variant, warm, world))  # noqa: B023
-        buckets = world.together("DDP's buckets", trainer.buckets)
-        found |= {"split_bytes": split, "buckets_bytes": buckets, "all_reduces": len(buckets)}
+        if not sharded:
+            buckets = world.together("DDP's buckets", trainer.buckets)
+            found |= {"split_bytes": split, "buckets_bytes": buckets, "all_reduces": len(buckets)}
         if world.cuda:
             torch.cuda.empty_cache()
         write("timing")
@@ -404,12 +444,13 @@ def measure(asked: Asked, world: World, options: argparse.Namespace) -> dict[str
         if world.cuda and not options.no_profile:
             profile: dict[str, Any] = {"steps": gpu_profile.STEPS}
             seen: list[list[gpu_profile.Event]] = []
-            for variant in (COMPUTE, DDP_EXCHANGE):
+            for variant in (trainer.variants[-1],) if sharded else (COMPUTE, DDP_EXCHANGE):
                 what, step = f"profile of {variant}", functools.partial(trainer.step, variant)
                 events = world.together(what, lambda: gpu_profile.profiled(step, world.gathered))  # noqa: B023
                 profile[variant] = world.together(what, lambda: gpu_profile.summary(events))  # noqa: B023
                 seen.append(events)
-            profile["kernels"] = world.together("profile of kernels", lambda: gpu_profile.kernels(*seen))
+            if len(seen) == 2:
+                profile["kernels"] = world.together("profile of kernels", lambda: gpu_profile.kernels(*seen))
             found["profile"] = profile
     except Failed as problem:
         found["problem"] = str(problem)
@@ -421,7 +462,7 @@ def _describe(asked: Asked, found: Mapping[str, Any]) -> str:
     times = [f"{variant} {row['p50_ms']:.3f}" for variant, row in found.get("step", {}).items()]
     words = f"{asked.label} at {asked.batch}: {', '.join(times) + ' ms' if times else 'not timed'}"
     if "profile" in found:
-        part = found["profile"][DDP_EXCHANGE]
+        part = found["profile"][next(name for name in EXCHANGED if name in found["profile"])]
         words += f"; exposed {part['exposed_us'] / 1e3:.3f} of {part['communication_us'] / 1e3:.3f} ms of NCCL"
     return words + (f"; {found['problem']}" if "problem" in found else "")
 
@@ -451,11 +492,12 @@ def run(models: Sequence[Asked], world: World, options: argparse.Namespace) -> b
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; run under torchrun. Exit codes: 0 done, 1 time ran out or a model failed, 2 bad usage, 3 no GPUs."""
     parser = Parser(prog="python -m benchmarks.step_on_gpus", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("models", nargs="+", metavar="MODEL[:BATCH]", help="zoo models, +mods behind one for all Mods")
+    parser.add_argument("models", nargs="+", metavar="MODEL[:BATCH[:TABLE]]", help=MODELS)
     parser.add_argument("--batch", type=int, default=2048, help="samples a rank, of models that name none (default: 2048)")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of the results")
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no model after this long (default: 30)")
     parser.add_argument("--rounds", type=int, default=4, help=f"rounds of {STEPS_OF_A_ROUND} steps a variant (default: 4)")
+    parser.add_argument("--dense", choices=("ddp", "fsdp"), default="ddp", help="how dense parameters are spread (default: ddp)")
     parser.add_argument("--bucket-mb", type=int, help="DDP's bucket_cap_mb (default: DDP's own)")
     parser.add_argument("--whole", action="store_true", help="also the model compiled in one piece")
     parser.add_argument("--no-profile", action="store_true", help="times alone")

@@ -13,9 +13,11 @@ table that is there already is extended, and pairs that it holds are not measure
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +47,7 @@ NAME = "overlap"
 METHOD = "replays of a kernel's graph beside collectives on a stream of their own; see hil/overlap.py"
 OPS = ("all_reduce", "all_to_all", "all_gather", "reduce_scatter")
 SIZES = (2**25, 2**27)
+LARGE_SIZES = (2**24, 25 * 2**20, 2**26, 2**27, 2**28)
 GEMMS = ("torch/bf16", "torch/fp8_tensorwise_fast", "torch/fp8_rowwise_fast", "loka/fp8_tensorwise_fast")
 MEMORY = ("loka/quantize_rowwise", "torch/hardswish_forward", "torch/layernorm_forward", "torch/bias_backward")
 # How long a kernel runs beside collectives, at least, and how many of these pass meanwhile.
@@ -52,6 +55,8 @@ BUSY_MS, LEAST_COLLECTIVES = 6.0, 6
 TURNS = 3
 # Multiply-adds of a GEMM: some 10 us to 2 ms.
 LEAST_MULTIPLY_ADDS, MOST_MULTIPLY_ADDS = 2e9, 5e11
+# Of the GEMMs of wide layers: some 60 us to 3 ms, bound by the tensor cores.
+LEAST_LARGE, MOST_LARGE, LEAST_SIDE = 2e10, 1e12, 384
 # Cycles for which both streams wait until the host has called all: some 3 ms.
 _AHEAD_CYCLES = 6_000_000
 _LEAST_ELEMENTS = 2**22
@@ -109,6 +114,22 @@ def drawn(count: int, seed: int) -> list[Work]:
     return found
 
 
+def drawn_large(count: int, seed: int) -> list[Work]:
+    """So many GEMMs of wide layers, each by one kernel, in bf16 every other: where a step's reductions hide.
+
+    Each stands beside an all-reduce and one of the other collectives, of DDP's own buckets and of up to 256 MiB.
+    """
+    gemms = (s for s in gemm_shapes(40 * count, seed) if LEAST_LARGE <= s.m * s.n * s.k <= MOST_LARGE)
+    wide = (s for s in gemms if min(s.m, s.n, s.k) >= LEAST_SIDE)
+    found = []
+    for number in range(count):
+        kernel = GEMMS[0] if number % 2 == 0 else GEMMS[1 + number // 2 % (len(GEMMS) - 1)]
+        shape = next(s for s in wide if takes(kernel, s))
+        sizes = LARGE_SIZES[number % len(LARGE_SIZES)], LARGE_SIZES[number // 3 % len(LARGE_SIZES)]
+        found.append(Work(kernel, shape, ((OPS[0], sizes[0]), (OPS[1 + number % (len(OPS) - 1)], sizes[1]))))
+    return found
+
+
 def known(folder: Path, gpu: str) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
     """Pairs that a folder's table holds, and the runs that measured them; none where there is no table.
 
@@ -142,6 +163,16 @@ def inside(ends_ms: Sequence[float], start_ms: float, stop_ms: float) -> list[fl
     return [b - a for a, b in zip(ends_ms, ends_ms[1:], strict=False) if a >= start_ms and b <= stop_ms]
 
 
+def grid_of(profiler: Any, word: str) -> int:
+    """Blocks of the largest kernel with a word in its name that a profiler saw; 0 where it saw none."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    grids = [event["args"].get("grid", [0]) for event in events if event.get("cat") == "kernel" and word in event["name"]]
+    return max((math.prod(grid) for grid in grids), default=0)
+
+
 class Bench:
     """Two streams of one rank: what computes, and what exchanges."""
 
@@ -149,6 +180,7 @@ class Bench:
         """Nothing runs yet."""
         self._place, self._own = place, torch.cuda.Stream()
         self._calls: dict[tuple[str, int], list[Call]] = {}
+        self._blocks: dict[tuple[str, int], int] = {}
 
     def collective(self, op: str, size: int) -> Callable[[int], None]:
         """A collective of so many bytes a rank; each call is on one of two sets of buffers."""
@@ -159,6 +191,18 @@ class Bench:
                 call.prepare()
         calls = self._calls[op, size]
         return lambda number: (calls[number % 2].launch(), None)[1]
+
+    def blocks(self, op: str, size: int) -> int:
+        """Blocks of a collective's kernel, each of which holds a multiprocessor; 0 where the profiler does not tell."""
+        if (op, size) not in self._blocks:
+            exchange = self.collective(op, size)
+            exchange(0)
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+                exchange(1)
+                torch.cuda.synchronize()
+            self._blocks[op, size] = grid_of(profiler, "nccl")
+        return self._blocks[op, size]
 
     def run(
         self, replay: Callable[[], None] | None, replays: int, exchange: Callable[[int], None] | None, exchanges: int
@@ -197,10 +241,11 @@ class Bench:
         return span[1] - span[0], inside(at, *span), not at or at[-1] >= span[1]
 
 
-def measure(work: Work, tiled: float, bench: Bench, pool: Any, group: Any) -> Iterator[dict[str, Any]]:
-    """Rows of a kernel of so many tiles, one for each collective beside it; times are the mean over ranks, the median of turns.
+def measure(work: Work, tiled: float, bench: Bench, pool: Any, group: Any, busy_ms: float) -> Iterator[dict[str, Any]]:
+    """Rows of a kernel of so many tiles, busy for so long at least, one for each collective beside it.
 
-    A kernel that fails on any rank, or whose result is wrong, is named on stderr and left out on all.
+    Times are the mean over ranks, the median of turns. A kernel that fails on any rank, or whose result is wrong, is named on
+    stderr and left out on all.
     """
 
     def agreed(values: Sequence[float]) -> list[float]:
@@ -220,7 +265,7 @@ def measure(work: Work, tiled: float, bench: Bench, pool: Any, group: Any) -> It
     for op, size in work.beside:
         exchange = bench.collective(op, size)
         each = agreed([statistics.mean(bench.run(None, 0, exchange, 4)[1])])[0]
-        replays = max(1, round(max(BUSY_MS, LEAST_COLLECTIVES * each) / once))
+        replays = max(1, round(max(busy_ms, LEAST_COLLECTIVES * each) / once))
         # Each may take so much longer beside the other.
         exchanges = 4 + round(2.5 * replays * once / each)
         alone, exchange_alone, beside, exchange_beside, whole = [], [], [], [], 1.0
@@ -243,6 +288,7 @@ def measure(work: Work, tiled: float, bench: Bench, pool: Any, group: Any) -> It
         yield {
             "kernel": work.kernel, "m": s.m, "n": s.n, "k": s.k, "groups": s.groups,
             "tiles": tiled, "op": op, "ranks": dist.get_world_size(group), "bytes_per_rank": size,
+            "blocks": bench.blocks(op, size), "busy_ms": replays * once,
             "alone_us": statistics.median(alone) / calls, "beside_us": statistics.median(beside) / calls,
             "exchange_alone_us": 1e3 * statistics.median(exchange_alone),
             "exchange_beside_us": 1e3 * statistics.median(exchange_beside),
@@ -270,7 +316,9 @@ def _captured(work: Work, pool: Any) -> tuple[Any, int, list[object]]:
     return graph, launches, kept
 
 
-def collect(out: Path, works: Sequence[Work], minutes: float, arguments: list[str], device: torch.device) -> bool:
+def collect(
+    out: Path, works: Sequence[Work], minutes: float, arguments: list[str], device: torch.device, busy_ms: float = BUSY_MS
+) -> bool:
     """Measure until done or out of time, and write after every few; whether all was measured."""
     from hil.timing import BufferPool
 
@@ -300,7 +348,7 @@ def collect(out: Path, works: Sequence[Work], minutes: float, arguments: list[st
                     save()
                 print(f"out of time after {number - 1} of {len(works)} kernels and shapes", file=sys.stderr)
             return False
-        rows += measure(work, tiled[work.kernel, work.shape], bench, pool, group)
+        rows += measure(work, tiled[work.kernel, work.shape], bench, pool, group, busy_ms)
         torch._dynamo.reset()
         if not rank and rows and (number % 10 == 0 or number == len(works)):
             save()
@@ -315,6 +363,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=5.0, help="begin nothing after this long (default: %(default)s)")
     parser.add_argument("--count", type=int, default=120, help="kernels and shapes to draw (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--large", action="store_true", help="GEMMs of wide layers alone, beside more sizes of collectives")
+    parser.add_argument("--busy-ms", type=float, default=BUSY_MS, help="how long kernels run at least (default: %(default)g ms)")
     options = parser.parse_args(arguments)
     if options.count < 1:
         parser.error(f"--count {options.count}: give 1 or more")
@@ -329,7 +379,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     words = list(arguments) if arguments is not None else sys.argv[1:]
     try:
-        done = collect(options.out, drawn(options.count, options.seed), options.minutes, words, device)
+        works = (drawn_large if options.large else drawn)(options.count, options.seed)
+        done = collect(options.out, works, options.minutes, words, device, options.busy_ms)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

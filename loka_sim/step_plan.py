@@ -324,10 +324,10 @@ def beside(answer: WhatIf, converted: Converted | None = None) -> list[Piece]:
     ]
 
 
-def timeline(
+def pieces_of(
     answer: WhatIf, launched: Launched, times: Mapping[Row, Time] | None = None, converted: Converted | None = None
-) -> Timeline:
-    """The schedule of a what-if's step.
+) -> list[Piece]:
+    """Every kernel of a what-if's step, on one of the GPUs.
 
     Args:
         answer: The what-if.
@@ -349,7 +349,13 @@ def timeline(
         # What multiplies the scales behind these is among the others.
         return [as_run(row, known) if converted.runner != RUNTIME else row for row in beside_gemms]
 
-    pieces = site_pieces(answer.sites, known, unfused, around=not others)
-    ops = plan([*pieces, *others], answer.communication)
+    return [*site_pieces(answer.sites, known, unfused, around=not others), *others]
+
+
+def timeline(
+    answer: WhatIf, launched: Launched, times: Mapping[Row, Time] | None = None, converted: Converted | None = None
+) -> Timeline:
+    """The schedule of a what-if's step; arguments as of `pieces_of`."""
+    ops = plan(pieces_of(answer, launched, times, converted), answer.communication)
     timing = answer.communication.timing if answer.communication else None
     return schedule(ops, slower(ops, timing) if timing else None)

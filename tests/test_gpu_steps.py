@@ -10,7 +10,7 @@ from loka_sim.communication import BUCKET_BYTES
 
 @pytest.fixture(scope="module")
 def predicted():
-    return gpu_steps.predicted("dcnv2-production", 8192, 2, "h100")
+    return gpu_steps.predicted("dcnv2-production", 8192, 2, "bf16", "ddp", "h100")
 
 
 def test_one_gpu_takes_what_its_graph_takes(predicted):
@@ -29,7 +29,8 @@ def test_several_take_longer_by_copies_and_what_is_slowed_or_exposed(predicted):
 
 def test_measured_steps_take_the_place_of_earlier_ones(tmp_path, capsys):
     step = {name: {"p50_ms": 10.0} for name in ("compute", "ddp_exchange")}
-    document = {**dict.fromkeys(gpu_steps.KEPT), "model": "dcnv2-production", "batch": 8192, "ranks": 2, "step": step}
+    document = {**dict.fromkeys(gpu_steps.KEPT), "model": "dcnv2-production", "batch": 8192, "ranks": 2}
+    document |= {"precision": "bf16", "dense": "ddp", "step": step}
     for ms in (10.0, 11.0):
         step["ddp_exchange"]["p50_ms"] = ms
         (tmp_path / "one.json").write_text(json.dumps(document))
