@@ -112,7 +112,7 @@ def predict(file: Path, wanted: Sequence[tuple[str, int, int, str, str]], hardwa
     known: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"schema_version": 1, "sets": []}
     steps = []
     for step in wanted:
-        steps.append({**dict(zip(KEY, step, strict=True)), **predicted(*step, hardware)})
+        steps.append({**dict(zip(KEY, step, strict=True)), **predicted(*step, hardware=hardware)})
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     known["sets"].append({"about": about, "predicted": now, "commit": commit, "steps": steps})
     _write(file, known)
@@ -135,7 +135,7 @@ def show(steps: Sequence[dict[str, Any]], hardware: str) -> None:
     print(f"{'model':24s}{'batch':>6s}{'GPUs':>5s}  {'':14s}{head}")
     ratios, inside, unslowed = [], [], []
     for step in steps:
-        found = predicted(*(step[name] for name in KEY), hardware)
+        found = predicted(*(step[name] for name in KEY), hardware=hardware)
         on_several, alone = measured_ms(step), step["step"].get("compute")
         ms, low, high = found["several_ms"]
         one = f"{alone['p50_ms']:9.2f}" if alone else f"{'':9s}"
