@@ -21,15 +21,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks import whole_step
 from benchmarks.whole_step import judge
+from loka_sim import step_plan
 from loka_sim.dispatch.cost import Time
 from loka_sim.files import write_bytes_atomic
 from loka_sim.overlap import slower
-from loka_sim.step_plan import BACKWARD, BF16, DECISION, LAUNCHED, OPTIMIZER, TABLE_UPDATE, Piece, pieces_of, plan
+from loka_sim.step_plan import BACKWARD, BF16, DECISION, LAUNCHED, OPTIMIZER, TABLE_UPDATE, Piece, plan
 from loka_sim.validation.runnable import TABLE_ROWS
 from loka_sim.whatif import WhatIf, whatif
-from loka_sim.whole_step import GAP, log_loss, others, table_gradient
+from loka_sim.whole_step import CALLED_GAP_US, GAP, log_loss, others, table_gradient
 from perfmodel import fused
 from perfmodel.data_folder import data_folder
 from perfmodel.timeline import schedule
@@ -53,12 +53,14 @@ def measured_ms(step: dict[str, Any]) -> float:
 def pieces(answer: WhatIf, hardware: str, precision: str) -> list[Piece]:
     """A forward and backward as measured: without optimizer, with dense gradients of tables and a loss."""
     converted = answer.converted if precision == DECISION else None
-    own = pieces_of(answer, LAUNCHED[precision], converted=converted)
-    more = others([*table_gradient(answer.spec.tables, TABLE_ROWS), *log_loss()], answer.spec.batch, fused.load(hardware))
-    gap_us = whole_step.around(answer)[1]
+    own = step_plan.pieces_of(answer, LAUNCHED[precision], converted=converted)
+    kernels = [*table_gradient(answer.spec.tables, TABLE_ROWS), *log_loss()]
+    more = others(kernels, answer.spec.batch, fused.load(hardware))
+    gap_us = CALLED_GAP_US * sum(kernel.count for kernel in kernels)
     gap = Piece(BACKWARD, "between these kernels", GAP, Time(gap_us, 0.5 * gap_us, 1.5 * gap_us))
     run = [piece for piece in own if piece.phase not in (OPTIMIZER, TABLE_UPDATE)]
-    return [*run, *(piece for other in more for piece in other.pieces()), gap]
+    beside = [*(piece for other in more for piece in other.pieces()), gap]
+    return [*run, *step_plan.longer(beside, step_plan.slowest(answer.parallel.gpus))]
 
 
 def predicted(model: str, batch: int, gpus: int, precision: str, dense: str, hardware: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def slower(ops: Sequence[Op], timing: PerfModel) -> Slower | None:
 
 
 def _exchange(op: Op) -> tuple[str, float]:
-    return op.details["op"], op.details["bytes_per_rank"]
+    return op.details["op"], op.us
 
 
 def _kernels(ops: Sequence[Op], timing: PerfModel) -> tuple[list[str], Kernels]:

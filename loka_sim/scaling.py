@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +10,11 @@ import loka_sim
 from loka_sim.calibration import load as load_calibration
 from loka_sim.communication import communication, describe
 from loka_sim.errors import UserError, expected_of_lower_floors
-from loka_sim.step_plan import BF16, DECISION
+from loka_sim.step_plan import BF16, DECISION, LAUNCHED, timeline
 
 if TYPE_CHECKING:
     from loka_sim.whatif import WhatIf
+    from perfmodel.timeline import Timeline
 
 SCHEMA_VERSION = 1
 KIND = "loka-sim/scaling"
@@ -54,7 +55,7 @@ def scaling_document(answers: Sequence[WhatIf]) -> dict[str, Any]:
     words = command(replace(first.settings, gpus=1))
     words[1:2] = ["step"]
     numbers = ",".join(str(answer.settings.gpus) for answer in answers)
-    alone = {name: made.total_us for name, made in replace(first, communication=None).timelines.items()}
+    alone = _alone(first)
     return rounded(
         {
             "schema_version": SCHEMA_VERSION,
@@ -66,18 +67,25 @@ def scaling_document(answers: Sequence[WhatIf]) -> dict[str, Any]:
             "cluster": describe(first.parallel.cluster),
             "dense": first.settings.dense,
             "exchange": first.settings.exchange,
-            "rows": [_row(answer, alone) for answer in answers],
+            "rows": [_row(answer, alone, answer.timelines if answer.communication else alone) for answer in answers],
             "statements": [{"level": level, "text": said} for level, said in statements(answers[-1])],
         }
     )  # fmt: skip
 
 
-def _row(answer: WhatIf, alone: dict[str, float]) -> dict[str, Any]:
+def _alone(answer: WhatIf) -> Mapping[str, Timeline]:
+    """The step on one GPU whose host launches the kernels one by one, as those of several GPUs do."""
+    one = replace(answer, communication=None)
+    converted = {BF16: None, DECISION: one.converted}
+    return {name: timeline(one, launched, converted=converted[name], called=True) for name, launched in LAUNCHED.items()}
+
+
+def _row(answer: WhatIf, alone: Mapping[str, Timeline], timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     found = answer.communication
     row: dict[str, Any] = {"gpus": answer.settings.gpus, "basis": None if found is None else found.basis}
     if found is not None and found.missing:
         return {**row, "missing": found.missing}
-    decided, bf16 = answer.timelines[DECISION], answer.timelines[BF16]
+    decided, bf16 = timelines[DECISION], timelines[BF16]
     low, high = decided.interval()
     total = decided.total_us
     return {
@@ -90,6 +98,6 @@ def _row(answer: WhatIf, alone: dict[str, float]) -> dict[str, Any]:
         "communication_us": sum(call.time.us for call in found.calls) if found else 0.0,
         "exposed_us": decided.exposed_us,
         "slowed_us": decided.slowed_us,
-        "efficiency": alone[DECISION] / total,
+        "efficiency": alone[DECISION].total_us / total,
         "samples_per_s": answer.settings.gpus * answer.settings.batch / total * 1e6,
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from loka_sim.communication import Collective, Communication, Unit
@@ -307,7 +308,7 @@ class _Writer:
         return op.name
 
 
-def beside(answer: WhatIf, converted: Converted | None = None) -> list[Piece]:
+def beside(answer: WhatIf, converted: Converted | None = None, called: bool = False) -> list[Piece]:
     """Every kernel of a step beside its GEMMs, on one of the GPUs; none where they are not known.
 
     Where dense parameters are sharded, so is the optimizer's work.
@@ -315,19 +316,41 @@ def beside(answer: WhatIf, converted: Converted | None = None) -> list[Piece]:
     Args:
         answer: The what-if.
         converted: Those of a step with FP8 in it, quantization among them; None for bf16's.
+        called: Whether a host launches them one by one, and not as a CUDA graph.
     """
     found = answer.others if converted is None else converted.others
-    pieces = [piece for other in found for piece in other.pieces()]
+    pieces = [piece for other in found for piece in other.pieces(called)]
     share = 1 / answer.parallel.shards
-    return [
-        replace(piece, time=Time(*(share * end for end in piece.time))) if piece.phase == OPTIMIZER else piece for piece in pieces
-    ]
+    return [made for piece in pieces for made in (longer([piece], share) if piece.phase == OPTIMIZER else [piece])]
+
+
+GPUS_DEVIATION = 0.0125
+"""Standard deviation of what one and the same step takes one GPU beside another of its host, as a share.
+
+Ranks of three hosts, each computing alone (`benchmarks/step_on_gpus.py`): two H200s 2.0% to 3.3% apart, two H100s 1.0% to 1.8%,
+four H100s with a deviation of 1.0%.
+"""
+
+
+def slowest(gpus: int) -> float:
+    """How many times as long the slowest of so many GPUs is expected to compute, over the mean."""
+    # Blom's approximation of the largest of so many normal values.
+    return 1.0 + GPUS_DEVIATION * NormalDist().inv_cdf((gpus - 0.375) / (gpus + 0.25)) if gpus > 1 else 1.0
+
+
+def longer(pieces: Iterable[Piece], factor: float) -> list[Piece]:
+    """Kernels that take so many times as long."""
+    return [replace(piece, time=Time(*(factor * end for end in piece.time))) for piece in pieces]
 
 
 def pieces_of(
-    answer: WhatIf, launched: Launched, times: Mapping[Row, Time] | None = None, converted: Converted | None = None
+    answer: WhatIf,
+    launched: Launched,
+    times: Mapping[Row, Time] | None = None,
+    converted: Converted | None = None,
+    called: bool | None = None,
 ) -> list[Piece]:
-    """Every kernel of a what-if's step, on one of the GPUs.
+    """Every kernel of a what-if's step, on the GPU that the others wait for.
 
     Args:
         answer: The what-if.
@@ -335,8 +358,9 @@ def pieces_of(
         times: Of every row; None for the what-if's own, as in a whole step where that is known.
         converted: What stands beside its GEMMs, quantization among it; None where that is as in bf16 and each site launches its
             own quantizers.
+        called: Whether a host launches the kernels one by one; None for so on several GPUs, and for a CUDA graph on one.
     """
-    others = beside(answer, converted)
+    others = beside(answer, converted, answer.communication is not None if called is None else called)
     # What is known of all kernels holds the norms, activations and bias gradients that each site knows of too.
     between = answer.runs.between if answer.runs else None
     known = times or (between or answer.run).of
@@ -349,13 +373,18 @@ def pieces_of(
         # What multiplies the scales behind these is among the others.
         return [as_run(row, known) if converted.runner != RUNTIME else row for row in beside_gemms]
 
-    return [*site_pieces(answer.sites, known, unfused, around=not others), *others]
+    pieces = [*site_pieces(answer.sites, known, unfused, around=not others), *others]
+    return pieces if answer.communication is None else longer(pieces, slowest(answer.parallel.gpus))
 
 
 def timeline(
-    answer: WhatIf, launched: Launched, times: Mapping[Row, Time] | None = None, converted: Converted | None = None
+    answer: WhatIf,
+    launched: Launched,
+    times: Mapping[Row, Time] | None = None,
+    converted: Converted | None = None,
+    called: bool | None = None,
 ) -> Timeline:
     """The schedule of a what-if's step; arguments as of `pieces_of`."""
-    ops = plan(pieces_of(answer, launched, times, converted), answer.communication)
+    ops = plan(pieces_of(answer, launched, times, converted, called), answer.communication)
     timing = answer.communication.timing if answer.communication else None
     return schedule(ops, slower(ops, timing) if timing else None)

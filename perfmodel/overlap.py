@@ -1,14 +1,15 @@
 """How much longer kernels and collectives take that run at the same time, learned from pairs of them (`hil.overlap`).
 
-NCCL's kernels keep multiprocessors to themselves and move bytes through the memory that others wait for. By how much either
-takes longer follows from how long the kernel runs, from its shares of the GPU's peak and of its bandwidth, from the waves of its
-tiles, which are more on fewer multiprocessors, and from the collective: two ridge regressions of the logarithms on these and
-their products, made anew from the table of pairs.
+NCCL's kernels keep multiprocessors to themselves and move bytes through the memory that others wait for. A GEMM that begins
+beside one has fewer, and where its tiles made one wave they make two; a collective that is called while a long kernel holds all
+of them waits for its end. So by how much either takes longer follows from how long both run, from the kernel's shares of the
+GPU's peak and of its bandwidth, from the waves of its tiles, and from which collective it is: a kernel ridge regression of the
+logarithms, made anew from the table of pairs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,10 +38,11 @@ COLUMNS = [
     "kernel", *SHAPE, "op", "ranks", "bytes_per_rank", "tiles", "alone_us", "beside_us",
     "exchange_alone_us", "exchange_beside_us",
 ]  # fmt: skip
-# Of the regressions' weights, as if so many pairs said that each is 0; held out by whole shapes 1 to 10 are as good.
-RIDGE = 10.0
-# Multiprocessors that a collective is taken to hold: held out by whole shapes pairs are told best by so many of 8 to 40.
-HELD = 24
+# Multiprocessors that a collective holds: the blocks of NCCL 2.28's kernels between two GPUs, from 16 to 256 MiB.
+HELD = {"all_to_all": 32, "all_gather": 24, "all_reduce": 24, "reduce_scatter": 24}
+# Of the regression: how far apart pairs are alike, in standard deviations of its inputs, what of a ratio does not repeat, and how
+# much a straight line counts; found, as are `WEIGHTS`, with 742 pairs of H100s and 554 of H200s held out by whole shapes.
+LENGTH, NOISE, LINEAR = 4.0, 0.03, 0.05
 FOLDS = 10
 # Tiles of GEMMs of which nothing else is known, and the waves of what has no tiles but very many small programs.
 _TILE, _MANY_WAVES = 128, 8.0
@@ -64,30 +66,32 @@ class Kernels:
 
 
 @dataclass(frozen=True)
-class _Ridge:
-    """A regression on standardized inputs and their products."""
+class _Regression:
+    """A kernel ridge regression, Gaussian and linear, of several targets at once."""
 
     mean: Array
     deviation: Array
+    known: Array
     weights: Array
+    level: Array
 
     @classmethod
-    def of(cls, inputs: Array, y: Array) -> _Ridge:
-        mean, deviation = inputs.mean(axis=0), inputs.std(axis=0) + 1e-9
-        terms = _terms((inputs - mean) / deviation)
-        penalty = RIDGE * np.eye(terms.shape[1])
-        penalty[0, 0] = 0.0
-        weights = np.linalg.solve(terms.T @ terms + penalty, terms.T @ y).astype(np.float64)
-        return cls(mean, deviation, weights)
+    def of(cls, inputs: Array, y: Array) -> _Regression:
+        mean, deviation, level = inputs.mean(axis=0), inputs.std(axis=0) + 1e-9, y.mean(axis=0)
+        known = (inputs - mean) / deviation * WEIGHTS / LENGTH
+        weights = np.linalg.solve(_alike(known, known) + NOISE * np.eye(len(known)), y - level)
+        return cls(mean, deviation, known, weights, level)
 
     def __call__(self, inputs: Array) -> Array:
-        return _terms((inputs - self.mean) / self.deviation) @ self.weights
+        asked = (inputs - self.mean) / self.deviation * WEIGHTS / LENGTH
+        return self.level + _alike(asked, self.known) @ self.weights
 
 
-def _terms(z: Array) -> Array:
-    """1, every input, and the product of each two: (rows, inputs) to (rows, terms)."""
-    first, second = np.triu_indices(z.shape[1])
-    return np.concatenate([np.ones((len(z), 1)), z, z[:, first] * z[:, second]], axis=1)
+def _alike(a: Array, b: Array) -> Array:
+    """How alike rows of inputs are: (rows of a, rows of b)."""
+    products = a @ b.T
+    apart = (a**2).sum(axis=1)[:, None] + (b**2).sum(axis=1) - 2 * products
+    return np.asarray(np.exp(-np.maximum(apart, 0.0) / 2) + LINEAR * products, dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ class OverlapModel:
         """Numbers of GPUs between which the collectives of pairs ran, rising."""
         return sorted(map(int, self.table["ranks"].unique()))
 
-    def slower(self, kernels: Kernels, op: str, bytes_per_rank: float) -> tuple[Array, Array]:
+    def slower(self, kernels: Kernels, op: str, exchange_us: float) -> tuple[Array, Array]:
         """How many times as long kernels take beside a collective that does not pause, and it beside each of them; 1 or more.
 
         What is outside the measured pairs counts as the nearest of them: a longer kernel as the longest, and so on.
@@ -117,7 +121,7 @@ class OverlapModel:
         Args:
             kernels: What computes.
             op: all_reduce, all_to_all, all_gather, reduce_scatter.
-            bytes_per_rank: The larger of a rank's two buffers.
+            exchange_us: How long it takes alone, in microseconds.
 
         Raises:
             ValueError: no such op.
@@ -125,12 +129,12 @@ class OverlapModel:
         if op not in OPS:
             raise ValueError(f"op {op!r} is no collective; give one of {', '.join(OPS)}")
         rows = len(kernels.us)
-        sizes = np.full(rows, float(bytes_per_rank))
-        inputs = _inputs(kernels, np.full(rows, op, dtype=object), sizes, self.hardware.multiprocessors)
-        low, high = self._range
-        inputs = np.clip(inputs, low, high)
-        kernel, exchange = self._fits
-        return np.exp(np.maximum(kernel(inputs), 0.0)), np.exp(np.maximum(exchange(inputs), 0.0))
+        (least_us, most_us), (least_exchange_us, most_exchange_us) = self._measured_us
+        near = replace(kernels, us=np.clip(kernels.us, least_us, most_us))
+        exchange = np.full(rows, float(np.clip(exchange_us, least_exchange_us, most_exchange_us)))
+        inputs = _inputs(near, np.full(rows, op, dtype=object), exchange, self.hardware.multiprocessors)
+        told = np.exp(np.maximum(self._fit(np.clip(inputs, *self._range)), 0.0))
+        return told[:, 0], told[:, 1]
 
     @cached_property
     def held_out(self) -> pd.DataFrame:
@@ -143,8 +147,7 @@ class OverlapModel:
         told = np.empty_like(targets)
         for number in range(FOLDS):
             out = fold == number
-            for column in range(2):
-                told[out, column] = np.maximum(_Ridge.of(inputs[~out], targets[~out, column])(inputs[out]), 0.0)
+            told[out] = np.maximum(_Regression.of(inputs[~out], targets[~out])(inputs[out]), 0.0)
         names = ["slower", "exchange_slower"]
         every = np.exp(np.concatenate([targets, told], axis=1))
         found = pd.DataFrame(every, columns=[*names, *(f"told_{name}" for name in names)])
@@ -160,20 +163,24 @@ class OverlapModel:
             limits[rows] = np.stack(limits_us(str(kernel), m, n, k, groups, self.measured_on), axis=1)
         us = table["alone_us"].to_numpy(dtype=np.float64)
         kernels = Kernels(us, limits[:, 0] / us, limits[:, 1] / us, table["tiles"].to_numpy(dtype=np.float64))
-        ops, sizes = table["op"].to_numpy(dtype=object), table["bytes_per_rank"].to_numpy(dtype=np.float64)
-        inputs = _inputs(kernels, ops, sizes, self.measured_on.multiprocessors)
+        ops, exchange = table["op"].to_numpy(dtype=object), table["exchange_alone_us"].to_numpy(dtype=np.float64)
+        inputs = _inputs(kernels, ops, exchange, self.measured_on.multiprocessors)
         ratios = table["beside_us"] / table["alone_us"], table["exchange_beside_us"] / table["exchange_alone_us"]
         return inputs, np.log(np.stack(ratios, axis=1))
 
     @cached_property
-    def _fits(self) -> tuple[_Ridge, _Ridge]:
-        inputs, targets = self._pairs
-        return _Ridge.of(inputs, targets[:, 0]), _Ridge.of(inputs, targets[:, 1])
+    def _fit(self) -> _Regression:
+        return _Regression.of(*self._pairs)
 
     @cached_property
     def _range(self) -> tuple[Array, Array]:
         inputs, _ = self._pairs
         return inputs.min(axis=0), inputs.max(axis=0)
+
+    @property
+    def _measured_us(self) -> list[tuple[float, float]]:
+        """The shortest and the longest kernel, and collective."""
+        return [(float(self.table[name].min()), float(self.table[name].max())) for name in ("alone_us", "exchange_alone_us")]
 
 
 def tiles(kernel: str, m: Array, n: Array, k: Array, groups: Array, parts: Codes | None = None) -> Array:
@@ -209,18 +216,31 @@ def told_tiles(timing: PerfModel, kernel: str, m: Array, n: Array, k: Array, gro
     return tiles(kernel, m, n, k, groups, parts)[place.ravel()]
 
 
-def _inputs(kernels: Kernels, ops: npt.NDArray[np.object_], sizes: Array, multiprocessors: int) -> Array:
-    """(rows, inputs) of pairs: logarithms of time and bytes, shares, waves and how many times as many they become, which op."""
-    shares = np.clip(kernels.peak, 0.0, 1.0), np.clip(kernels.bandwidth, 0.0, 1.0)
+WEIGHTS = np.array([1.0, 2.0, 1.5, 1.0, 0.75, 0.75, 0.75, 2.0, 1.0, 0.75, 1.0, 1.0])
+"""How much each of `_inputs` counts."""
+
+
+def _inputs(kernels: Kernels, ops: npt.NDArray[np.object_], exchange_us: Array, multiprocessors: int) -> Array:
+    """(rows, inputs) of pairs.
+
+    Logarithms of the kernel's time, of its waves and of its time by waves, its shares of peak and bandwidth, whether it has
+    tiles, how full its waves are and how many times as many they become; the collective's time over the kernel's, and which op.
+    """
+    us = np.maximum(kernels.us, 1e-3)
     known = kernels.tiles > 0
-    waves = np.where(known, kernels.tiles / multiprocessors, _MANY_WAVES)
-    more = np.log(
-        np.ceil(kernels.tiles / max(multiprocessors - HELD, 1)) / np.maximum(np.ceil(kernels.tiles / multiprocessors), 1.0),
-        where=known,
-        out=np.zeros(len(known)),
-    )
-    which = [(ops == op).astype(np.float64) for op in OPS[1:]]
-    return np.stack([np.log2(np.maximum(kernels.us, 1e-3)), *shares, np.log2(sizes), np.log2(waves), more, *which], axis=1)
+    tiled = np.where(known, kernels.tiles, 1.0)
+    waves = np.where(known, tiled / multiprocessors, _MANY_WAVES)
+    whole = np.ceil(tiled / multiprocessors)
+    held = np.array([HELD[op] for op in ops])
+    more = np.where(known, np.log(np.ceil(tiled / np.maximum(multiprocessors - held, 1)) / whole), 0.0)
+    return np.stack(
+        [
+            np.log2(us), np.clip(kernels.peak, 0.0, 1.0), np.clip(kernels.bandwidth, 0.0, 1.0), np.log2(waves),
+            *((ops == op).astype(np.float64) for op in OPS[1:]), np.log2(exchange_us / us), more,
+            np.where(known, waves / whole, 1.0), known.astype(np.float64),
+            np.log2(np.maximum(us / np.where(known, whole, _MANY_WAVES), 1.0)),
+        ], axis=1,
+    )  # fmt: skip
 
 
 def load(hardware: HardwareSpec, calibration: Path | None = None) -> OverlapModel | None:

@@ -19,8 +19,8 @@ class Overlap:
     def __init__(self):
         self.asked = []
 
-    def slower(self, kernels, op, bytes_per_rank):
-        self.asked.append((op, bytes_per_rank, kernels))
+    def slower(self, kernels, op, exchange_us):
+        self.asked.append((op, exchange_us, kernels))
         return 1 + kernels.peak + kernels.bandwidth, np.full(len(kernels.us), 3.0)
 
 
@@ -52,7 +52,7 @@ def test_each_pair_by_its_own_shares():
     assert ask(GAP, INSIDE) == (1, 1)
     # What waits for the network is not slowed by what computes.
     assert ask(GEMM, ACROSS) == pytest.approx((1 + peak + bandwidth, 1))
-    assert [entry[:2] for entry in model.asked] == [("all_reduce", 2**25)]
+    assert [entry[:2] for entry in model.asked] == [("all_reduce", 10.0)]
     assert model.asked[0][2].tiles.tolist() == [0, 64]
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import json
 
+import numpy as np
 import pytest
 
 import loka_sim
@@ -19,12 +20,16 @@ from loka_sim.step_plan import (
     BF16,
     DECISION,
     FORWARD,
+    GPUS_DEVIATION,
     LOOKUP,
     LOSS,
     OPTIMIZER,
     TABLE_UPDATE,
     Piece,
+    in_bf16,
     plan,
+    slowest,
+    timeline,
 )
 from loka_sim.whole_step import Other
 from perfmodel.timeline import COMPUTE, schedule
@@ -230,17 +235,35 @@ def test_kernels_beside_the_gemms_take_the_place_of_those_around_them(answer):
     phases = [op.details["phase"] for op in made.ops if op.stream == COMPUTE]
     assert phases == sorted(phases, key=[FORWARD, BACKWARD, TABLE_UPDATE, OPTIMIZER].index)
     assert {"row: norm", "row: norm (2)"} < set(order) and order[-1] == "pointwise: adamw"
-    assert made.sum_us()["optimizer"] == 64 and made.sum_us()["table update"] == 7
+    pace = slowest(64)
+    assert made.sum_us()["optimizer"] == pytest.approx(pace * 64) and made.sum_us()["table update"] == pytest.approx(pace * 7)
     around = sum(site.around_us for site in answer.sites)
     assert around > 0
-    assert made.busy_us(COMPUTE) == pytest.approx(answer.timelines[DECISION].busy_us(COMPUTE) - around + 81)
+    assert made.busy_us(COMPUTE) == pytest.approx(answer.timelines[DECISION].busy_us(COMPUTE) + pace * (81 - around))
 
 
 @pytest.mark.parametrize(("dense", "shards"), [("ddp", 1), ("fsdp", 64), ("hsdp", 8)])
 def test_a_sharded_optimizer_works_on_its_shard(answer, dense, shards):
     others = (Other(OPTIMIZER, "pointwise", "adamw", 100, 1, exact(64.0), True),)
     sharded = dataclasses.replace(answer, others=others, parallel=dataclasses.replace(answer.parallel, dense=dense))
-    assert sharded.timelines[DECISION].sum_us()["optimizer"] == 64 / shards
+    assert sharded.timelines[DECISION].sum_us()["optimizer"] == pytest.approx(slowest(64) * 64 / shards)
+
+
+def test_the_slowest_of_many_is_waited_for():
+    assert slowest(1) == 1
+    draws = np.random.default_rng(0).normal(1.0, GPUS_DEVIATION, (20_000, 512))
+    for gpus in (2, 8, 64, 512):
+        assert slowest(gpus) - 1 == pytest.approx(draws[:, :gpus].max(axis=1).mean() - 1, rel=0.06)
+
+
+def test_on_several_gpus_a_host_launches_kernel_by_kernel(answer):
+    alone, called = exact(10.0), exact(30.0)
+    gap = (Other(FORWARD, "gap", "between kernels", 0, 1, alone, True, 0, called),)
+    several = dataclasses.replace(answer, others=gap)
+    assert several.timelines[BF16].sum_us()["gap"] == pytest.approx(slowest(64) * 30)
+    one = dataclasses.replace(several, communication=None)
+    assert one.timelines[BF16].sum_us()["gap"] == 10
+    assert timeline(one, in_bf16, called=True).sum_us()["gap"] == 30
 
 
 def test_a_zoo_models_step_is_its_whole_forward_and_backward_and_the_update():
