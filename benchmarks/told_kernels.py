@@ -6,7 +6,7 @@ By what cuBLAS answered on the GPU for the shapes of careful timings, which no n
 (`data/<hardware>/choices/asked.parquet`). The first table has the share told rightly: of the shapes that are fitted, of fresh
 sweeps, products in few groups and any sizes apart, and of the sweep `zoo`. The next two have the MAPE of fresh timings at a clock
 of their own, as predicted, and with the right kernel told, without doubt, to the trees as they ship; choosing goes by each kernel
-told alone.
+told alone, on the sweeps whose shapes were asked about.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     for column, what in (("predicted", "MAPE, %"), ("rightly", "MAPE, rightly told, %")):
         off = np.abs(fresh[column] / fresh["p50_us"] - 1)
         table(fresh[known].assign(off=off[known]), "off", what)
+    fresh = fresh[fresh["sweep"].isin(fresh.loc[known, "sweep"].unique())]
     for name in dict.fromkeys(fresh["of"]):
         some = fresh[fresh["of"] == name].reset_index(drop=True)
         costs = [choice_regret(some, some[column].to_numpy()) for column in ("predicted", "rightly")]

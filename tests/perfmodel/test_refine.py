@@ -116,7 +116,7 @@ def test_own_gpu_is_not_made_worse(base, seed):
     result = refine(base, zoo[half])
     assert mape(result.model, zoo[~half]) < 1.01 * mape(base, zoo[~half])
     # Hardly wider than the base's, whatever those hold of the zoo.
-    assert 0.88 <= coverage(result.model, zoo[~half]) <= max(0.93, coverage(base, zoo[~half]) + 0.02)
+    assert 0.88 <= coverage(result.model, zoo[~half]) <= max(0.93, coverage(base, zoo[~half]) + 0.025)
 
 
 def test_accuracy_before_is_the_bases_own(base, halves, refinement):
