@@ -14,7 +14,8 @@ from loka_sim.dispatch.torchao_plan import convertible
 from loka_sim.host_time import called
 from loka_sim.report.words import hardware as written
 from loka_sim.step_document import in_words
-from loka_sim.whole_step import by_kind
+from loka_sim.step_plan import slowest
+from loka_sim.whole_step import CALLED_GAP_US, by_kind
 from perfmodel.kernels import KERNELS, LIBRARIES, library_of
 
 if TYPE_CHECKING:
@@ -178,8 +179,11 @@ def _left_out(answer: WhatIf) -> Iterable[Statement]:
         if answer.settings.exchange.startswith("fp8"):
             yield "warning", "Embeddings and their gradients travel in FP8: what that costs in accuracy is not predicted."
         if not answer.communication.missing:
+            share = slowest(answer.parallel.gpus) - 1
+            gaps = f"A host launches the kernels one by one, {CALLED_GAP_US:.0f} us between two. " if answer.others else ""
             yield "note", ("On several GPUs tables are spread evenly, what reads them waits for the embeddings, and the step "
-                           f"ends with the last reduction. {_overlap(answer)}")  # fmt: skip
+                           f"ends with the last reduction. {gaps}The slowest GPU is waited for, {share:.1%} slower than the "
+                           f"mean. {_overlap(answer)}")  # fmt: skip
 
 
 def _overlap(answer: WhatIf) -> str:

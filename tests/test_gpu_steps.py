@@ -1,5 +1,6 @@
 """Predictions of steps on several GPUs, as benchmarks/gpu_steps.py holds them against measured ones."""
 
+import argparse
 import json
 
 import pytest
@@ -50,3 +51,19 @@ def test_measured_steps_take_the_place_of_earlier_ones(tmp_path, capsys):
     assert not gpu_steps.is_of_the_gpu(steps[0], 2.5) and gpu_steps.is_of_the_gpu(steps[0], 9.0)
     gpu_steps.show(steps, "h100")
     assert "bound by the host" in capsys.readouterr().out
+
+
+def test_a_step_is_asked_for_in_full_or_in_short():
+    assert gpu_steps.asked_for("wukong-production:2048:2") == ("wukong-production", 2048, 2, "bf16", "ddp")
+    assert gpu_steps.asked_for("dlrm:64:4:decision:fsdp") == ("dlrm", 64, 4, "decision", "fsdp")
+    for wrong in ("dlrm:64", "dlrm:many:2", "dlrm:64:2:fp4:ddp", "dlrm:64:2:bf16:hsdp"):
+        with pytest.raises(argparse.ArgumentTypeError, match="give MODEL:BATCH:GPUS"):
+            gpu_steps.asked_for(wrong)
+
+
+def test_as_decided_and_under_fsdp():
+    """Dense parameters of 32 MB are gathered once more and reduced alike; nothing of the model pays in FP8 at such a size."""
+    ddp, sharded = (gpu_steps.predicted("dcnv2-production", 2048, 2, "bf16", dense, "h200") for dense in ("ddp", "fsdp"))
+    assert sharded["one_ms"] == pytest.approx(ddp["one_ms"]) and sharded["several_ms"][0] > ddp["several_ms"][0]
+    bf16, decided = (gpu_steps.predicted("wukong-production", 2048, 2, way, "ddp", "h200") for way in ("bf16", "decision"))
+    assert 1.05 < bf16["several_ms"][0] / decided["several_ms"][0] < 1.25

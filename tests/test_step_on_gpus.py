@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import loka_sim
+
 ROOT = Path(__file__).resolve().parent.parent
 REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
@@ -112,9 +114,40 @@ def test_a_dry_run_does_what_it_says(tmp_path):
     assert all(sum(parts) == found["dense_bytes"] and len(parts) > 1 for parts in found["split_bytes"])
 
 
+def dry_run(tmp_path, *arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "benchmarks.step_on_gpus", *arguments, "--rounds", "1", "--device", "cpu", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    (path,) = tmp_path.glob("*2gpus*.json")
+    return path.name, json.loads(path.read_text())
+
+
+def test_a_dry_run_under_fsdp(tmp_path):
+    name, found = dry_run(tmp_path, "wukong-small:4", "--dense", "fsdp")
+    assert name == "wukong-small-4-2gpus-fsdp.json" and "problem" not in found
+    assert set(found["step"]) == set(found["compiled_in_s"]) == {"fsdp", "fsdp_exchange"}
+    assert [found["precision"], found["dense"]] == ["bf16", "fsdp"] and "all_reduces" not in found
+    assert found["dense_bytes"] == found["expected_dense_bytes"]
+
+
+def test_a_dry_run_of_a_dispatch_table(tmp_path):
+    pytest.importorskip("torchao")
+    loka_sim.save_run(loka_sim.whatif("dlrm-small", batch=16), tmp_path / "run")
+    name, found = dry_run(tmp_path, f"dlrm-small:16:{tmp_path / 'run'}")
+    assert name == "dlrm-small-16-2gpus-decision.json" and "problem" not in found
+    assert [found["precision"], found["dense"]] == ["decision", "ddp"]
+    assert set(found["step"]) == {"compute", "ddp", "exchange", "ddp_exchange"}
+
+
 def test_wrong_arguments_and_no_gpus_are_one_line(capsys):
     benchmark = load("step_on_gpus")
-    for wrong, said in (("dlrm-small:many", "MODEL:BATCH"), ("dlmr", "unknown zoo model 'dlmr'")):
+    for wrong, said in (
+        ("dlrm-small:many", "MODEL:BATCH"),
+        ("dlmr", "unknown zoo model 'dlmr'"),
+        ("dlrm-small:16:nowhere", "nowhere is not there; make it with `loka-sim whatif"),
+    ):
         with pytest.raises(SystemExit) as left:
             benchmark.main([wrong])
         said_so = capsys.readouterr().err

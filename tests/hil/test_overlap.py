@@ -68,3 +68,31 @@ def test_without_gpus_it_says_what_to_do(capsys):
     with pytest.raises(SystemExit) as stopped:
         overlap.main(["--out", "unused", "--count", "0"])
     assert stopped.value.code == 2
+
+
+def test_large_gemms_are_bound_by_the_tensor_cores_and_stand_beside_ddps_buckets():
+    works = overlap.drawn_large(60, seed=5)
+    assert Counter(work.kernel for work in works)["torch/bf16"] == 30
+    for work in works:
+        s = work.shape
+        assert min(s.m, s.n, s.k) >= 384 and 2e10 <= s.m * s.n * s.k <= 1e12 and takes(work.kernel, s)
+        assert work.beside[0][0] == "all_reduce" != work.beside[1][0]
+    assert {size for work in works for _, size in work.beside} == set(overlap.LARGE_SIZES)
+    assert works == overlap.drawn_large(60, seed=5) != overlap.drawn_large(60, seed=6)
+
+
+def test_blocks_of_a_collective_are_read_from_a_trace():
+    class Profiler:
+        def __init__(self, events):
+            self.events = events
+
+        def export_chrome_trace(self, path):
+            with open(path, "w") as file:
+                json.dump({"traceEvents": self.events}, file)
+
+    def kernel(name, grid):
+        return {"cat": "kernel", "name": name, "args": {"grid": grid}}
+
+    others = [kernel("copy", [900, 1, 1]), {"name": "ncclDevKernel", "args": {"grid": [77, 1, 1]}}]
+    assert overlap.grid_of(Profiler([*others, kernel("ncclDevKernel_Ring", [24, 1, 1]), kernel("nccl", [2, 3, 1])]), "nccl") == 24
+    assert overlap.grid_of(Profiler(others), "nccl") == 0

@@ -85,3 +85,4 @@ def test_a_step_on_several_gpus_is_slowed_and_says_so():
     assert document["communication"]["slowed_us"] > 0
     said = " ".join(entry["text"] for entry in document["statements"])
     assert "Kernels and collectives that run at once slow each other, as measured between 2 and 4 GPUs of the H100." in said
+    assert "one by one, 3 us between two. The slowest GPU is waited for, 1.3% slower than the mean." in said
