@@ -9,6 +9,7 @@ logarithms, made anew from the table of pairs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +39,7 @@ COLUMNS = [
     "kernel", *SHAPE, "op", "ranks", "bytes_per_rank", "tiles", "alone_us", "beside_us",
     "exchange_alone_us", "exchange_beside_us",
 ]  # fmt: skip
-# Multiprocessors that a collective holds: the blocks of NCCL 2.28's kernels between two GPUs, from 16 to 256 MiB.
+# Multiprocessors that a collective holds where a table has no `blocks`: those of NCCL 2.28's kernels between two H200s, 16 to 256 MiB.
 HELD = {"all_to_all": 32, "all_gather": 24, "all_reduce": 24, "reduce_scatter": 24}
 # Of the regression: how far apart pairs are alike, in standard deviations of its inputs, what of a ratio does not repeat, and how
 # much a straight line counts; found, as are `WEIGHTS`, with 742 pairs of H100s and 554 of H200s held out by whole shapes.
@@ -132,7 +133,7 @@ class OverlapModel:
         (least_us, most_us), (least_exchange_us, most_exchange_us) = self._measured_us
         near = replace(kernels, us=np.clip(kernels.us, least_us, most_us))
         exchange = np.full(rows, float(np.clip(exchange_us, least_exchange_us, most_exchange_us)))
-        inputs = _inputs(near, np.full(rows, op, dtype=object), exchange, self.hardware.multiprocessors)
+        inputs = _inputs(near, np.full(rows, op, dtype=object), exchange, self.hardware.multiprocessors, self._held)
         told = np.exp(np.maximum(self._fit(np.clip(inputs, *self._range)), 0.0))
         return told[:, 0], told[:, 1]
 
@@ -164,9 +165,17 @@ class OverlapModel:
         us = table["alone_us"].to_numpy(dtype=np.float64)
         kernels = Kernels(us, limits[:, 0] / us, limits[:, 1] / us, table["tiles"].to_numpy(dtype=np.float64))
         ops, exchange = table["op"].to_numpy(dtype=object), table["exchange_alone_us"].to_numpy(dtype=np.float64)
-        inputs = _inputs(kernels, ops, exchange, self.measured_on.multiprocessors)
+        inputs = _inputs(kernels, ops, exchange, self.measured_on.multiprocessors, self._held)
         ratios = table["beside_us"] / table["alone_us"], table["exchange_beside_us"] / table["exchange_alone_us"]
         return inputs, np.log(np.stack(ratios, axis=1))
+
+    @cached_property
+    def _held(self) -> dict[str, int]:
+        """Multiprocessors that each op holds."""
+        if "blocks" not in self.table:
+            return HELD
+        seen = self.table[self.table["blocks"] > 0].groupby("op", observed=True)["blocks"].median()
+        return HELD | {str(op): int(blocks) for op, blocks in seen.items()}
 
     @cached_property
     def _fit(self) -> _Regression:
@@ -220,7 +229,9 @@ WEIGHTS = np.array([1.0, 2.0, 1.5, 1.0, 0.75, 0.75, 0.75, 2.0, 1.0, 0.75, 1.0, 1
 """How much each of `_inputs` counts."""
 
 
-def _inputs(kernels: Kernels, ops: npt.NDArray[np.object_], exchange_us: Array, multiprocessors: int) -> Array:
+def _inputs(
+    kernels: Kernels, ops: npt.NDArray[np.object_], exchange_us: Array, multiprocessors: int, held: Mapping[str, int]
+) -> Array:
     """(rows, inputs) of pairs.
 
     Logarithms of the kernel's time, of its waves and of its time by waves, its shares of peak and bandwidth, whether it has
@@ -231,8 +242,8 @@ def _inputs(kernels: Kernels, ops: npt.NDArray[np.object_], exchange_us: Array, 
     tiled = np.where(known, kernels.tiles, 1.0)
     waves = np.where(known, tiled / multiprocessors, _MANY_WAVES)
     whole = np.ceil(tiled / multiprocessors)
-    held = np.array([HELD[op] for op in ops])
-    more = np.where(known, np.log(np.ceil(tiled / np.maximum(multiprocessors - held, 1)) / whole), 0.0)
+    left = np.maximum(multiprocessors - np.array([held[op] for op in ops]), 1)
+    more = np.where(known, np.log(np.ceil(tiled / left) / whole), 0.0)
     return np.stack(
         [
             np.log2(us), np.clip(kernels.peak, 0.0, 1.0), np.clip(kernels.bandwidth, 0.0, 1.0), np.log2(waves),
