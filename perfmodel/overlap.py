@@ -39,7 +39,7 @@ COLUMNS = [
     "kernel", *SHAPE, "op", "ranks", "bytes_per_rank", "tiles", "alone_us", "beside_us",
     "exchange_alone_us", "exchange_beside_us",
 ]  # fmt: skip
-# Multiprocessors that a collective holds where a table has no `blocks`: those of NCCL 2.28's kernels between two H200s, 16 to 256 MiB.
+# Multiprocessors that a collective holds where a table has no `blocks`: NCCL 2.28's between two H200s, 16 to 256 MiB a rank.
 HELD = {"all_to_all": 32, "all_gather": 24, "all_reduce": 24, "reduce_scatter": 24}
 # Of the regression: how far apart pairs are alike, in standard deviations of its inputs, what of a ratio does not repeat, and how
 # much a straight line counts; found, as are `WEIGHTS`, with 742 pairs of H100s and 554 of H200s held out by whole shapes.
