@@ -31,7 +31,7 @@ _ROUNDED = 1e-9
 SLOWER_DEVIATION = 0.25
 """Standard deviation of the share by which all that operations take longer beside others is off together.
 
-Assumed; what reductions and exchanges then added to three measured steps was 14% to 24% more than was told (docs/steps.md).
+Assumed; what reductions and exchanges added to seven measured steps was told 14% to 33% too short (docs/steps.md).
 """
 
 
