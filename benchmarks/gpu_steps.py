@@ -39,7 +39,7 @@ KEPT = (
     "compiled_in_s", "step",
 )  # fmt: skip
 KEY = KEPT[:5]
-PRECISIONS, SPREADS = (BF16, DECISION), ("ddp", "fsdp")
+PRECISIONS, SPREADS = tuple(LAUNCHED), ("ddp", "fsdp")
 PROFILED = ("compute", "ddp_exchange", "fsdp_exchange", "kernels")
 # A step is the GPU's where its kernels take this share of it at least.
 OF_THE_GPU = 0.7
@@ -60,7 +60,7 @@ def pieces(answer: WhatIf, hardware: str, precision: str) -> list[Piece]:
     gap = Piece(BACKWARD, "between these kernels", GAP, Time(gap_us, 0.5 * gap_us, 1.5 * gap_us))
     run = [piece for piece in own if piece.phase not in (OPTIMIZER, TABLE_UPDATE)]
     beside = [*(piece for other in more for piece in other.pieces()), gap]
-    return [*run, *step_plan.longer(beside, step_plan.slowest(answer.parallel.gpus))]
+    return [*run, *(step_plan.longer(piece, step_plan.slowest(answer.parallel.gpus)) for piece in beside)]
 
 
 def predicted(model: str, batch: int, gpus: int, precision: str, dense: str, hardware: str) -> dict[str, Any]:

@@ -274,6 +274,8 @@ class Trainer:
         # What exchanges nothing comes first: a rank that fails there does not leave others waiting in a collective.
         of_ddp = (*([WHOLE] if whole else []), COMPUTE, DDP, EXCHANGE, DDP_EXCHANGE)
         self.variants = (FSDP, FSDP_EXCHANGE) if sharded else of_ddp
+        # In a dry run the same graphs, without the minutes that C++ takes.
+        self._backend = "inductor" if world.cuda else "aot_eager"
         self.dense_bytes = sum(p.numel() * p.element_size() for key, p in self.model.named_parameters() if TABLES not in key)
 
     def wrap(self, bucket_mb: int | None) -> None:
@@ -283,28 +285,24 @@ class Trainer:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(wrapped, kept)
         # Without a size, DDP makes its first bucket 1 MiB, as Dynamo always believes that it is.
         self.ddp = DistributedDataParallel(wrapped, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
-        # In a dry run the same graphs, without the minutes that C++ takes.
-        backend = "inductor" if self.labels.is_cuda else "aot_eager"
-        self._split = torch.compile(self.ddp, dynamic=False, backend=backend)
-        self._whole = torch.compile(self.model, dynamic=False, backend=backend)
+        self._split = torch.compile(self.ddp, dynamic=False, backend=self._backend)
+        self._whole = torch.compile(self.model, dynamic=False, backend=self._backend)
         self._no_sync: Callable[[], contextlib.AbstractContextManager[None]] = self.ddp.no_sync
 
     def shard(self) -> None:
         """Have FSDP spread the dense parameters, layer by layer; a collective, too."""
         from torch.distributed.fsdp import fully_shard
 
-        backend = "inductor" if self.labels.is_cuda else "aot_eager"
         parts = [part for key, part in self.model.named_children() if key not in self._tables]
         layers = [layer for part in parts if isinstance(part, nn.ModuleList) for layer in part]
-        others = [part for part in parts if any(isinstance(module, nn.Linear) for module in part.modules())]
-        for part in (*layers, *(part for part in others if not isinstance(part, nn.ModuleList))):
-            part.compile(dynamic=False, backend=backend)
+        others = [part for part in parts if not isinstance(part, nn.ModuleList)]
+        for part in (*layers, *(part for part in others if any(isinstance(module, nn.Linear) for module in part.modules()))):
+            part.compile(dynamic=False, backend=self._backend)
         kept = {parameter for exchange in self.exchanges for parameter in exchange.parameters()}
         for layer in layers:
             fully_shard(layer)
         fully_shard(self.model, ignored_params=kept)
-        self._split = self._whole = self.model
-        self._no_sync = contextlib.nullcontext
+        self._split, self._no_sync = self.model, contextlib.nullcontext
 
     def step(self, variant: str) -> None:
         """Forward and backward."""

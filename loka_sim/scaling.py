@@ -10,7 +10,7 @@ import loka_sim
 from loka_sim.calibration import load as load_calibration
 from loka_sim.communication import communication, describe
 from loka_sim.errors import UserError, expected_of_lower_floors
-from loka_sim.step_plan import BF16, DECISION, LAUNCHED, timeline
+from loka_sim.step_plan import BF16, DECISION, timelines
 
 if TYPE_CHECKING:
     from loka_sim.whatif import WhatIf
@@ -55,7 +55,8 @@ def scaling_document(answers: Sequence[WhatIf]) -> dict[str, Any]:
     words = command(replace(first.settings, gpus=1))
     words[1:2] = ["step"]
     numbers = ",".join(str(answer.settings.gpus) for answer in answers)
-    alone = _alone(first)
+    # One GPU whose host launches the kernels one by one, as those of several GPUs do.
+    alone = timelines(replace(first, communication=None), called=True)
     return rounded(
         {
             "schema_version": SCHEMA_VERSION,
@@ -67,25 +68,19 @@ def scaling_document(answers: Sequence[WhatIf]) -> dict[str, Any]:
             "cluster": describe(first.parallel.cluster),
             "dense": first.settings.dense,
             "exchange": first.settings.exchange,
-            "rows": [_row(answer, alone, answer.timelines if answer.communication else alone) for answer in answers],
+            "rows": [_row(answer, alone) for answer in answers],
             "statements": [{"level": level, "text": said} for level, said in statements(answers[-1])],
         }
     )  # fmt: skip
 
 
-def _alone(answer: WhatIf) -> Mapping[str, Timeline]:
-    """The step on one GPU whose host launches the kernels one by one, as those of several GPUs do."""
-    one = replace(answer, communication=None)
-    converted = {BF16: None, DECISION: one.converted}
-    return {name: timeline(one, launched, converted=converted[name], called=True) for name, launched in LAUNCHED.items()}
-
-
-def _row(answer: WhatIf, alone: Mapping[str, Timeline], timelines: Mapping[str, Timeline]) -> dict[str, Any]:
+def _row(answer: WhatIf, alone: Mapping[str, Timeline]) -> dict[str, Any]:
     found = answer.communication
     row: dict[str, Any] = {"gpus": answer.settings.gpus, "basis": None if found is None else found.basis}
     if found is not None and found.missing:
         return {**row, "missing": found.missing}
-    decided, bf16 = timelines[DECISION], timelines[BF16]
+    made = answer.timelines if found else alone
+    decided, bf16 = made[DECISION], made[BF16]
     low, high = decided.interval()
     total = decided.total_us
     return {

@@ -321,7 +321,7 @@ def beside(answer: WhatIf, converted: Converted | None = None, called: bool = Fa
     found = answer.others if converted is None else converted.others
     pieces = [piece for other in found for piece in other.pieces(called)]
     share = 1 / answer.parallel.shards
-    return [made for piece in pieces for made in (longer([piece], share) if piece.phase == OPTIMIZER else [piece])]
+    return [longer(piece, share) if piece.phase == OPTIMIZER else piece for piece in pieces]
 
 
 GPUS_DEVIATION = 0.0125
@@ -338,9 +338,9 @@ def slowest(gpus: int) -> float:
     return 1.0 + GPUS_DEVIATION * NormalDist().inv_cdf((gpus - 0.375) / (gpus + 0.25)) if gpus > 1 else 1.0
 
 
-def longer(pieces: Iterable[Piece], factor: float) -> list[Piece]:
-    """Kernels that take so many times as long."""
-    return [replace(piece, time=Time(*(factor * end for end in piece.time))) for piece in pieces]
+def longer(piece: Piece, factor: float) -> Piece:
+    """A kernel that takes so many times as long."""
+    return replace(piece, time=Time(*(factor * end for end in piece.time)))
 
 
 def pieces_of(
@@ -374,17 +374,20 @@ def pieces_of(
         return [as_run(row, known) if converted.runner != RUNTIME else row for row in beside_gemms]
 
     pieces = [*site_pieces(answer.sites, known, unfused, around=not others), *others]
-    return pieces if answer.communication is None else longer(pieces, slowest(answer.parallel.gpus))
+    return pieces if answer.communication is None else [longer(piece, slowest(answer.parallel.gpus)) for piece in pieces]
 
 
-def timeline(
-    answer: WhatIf,
-    launched: Launched,
-    times: Mapping[Row, Time] | None = None,
-    converted: Converted | None = None,
-    called: bool | None = None,
-) -> Timeline:
-    """The schedule of a what-if's step; arguments as of `pieces_of`."""
-    ops = plan(pieces_of(answer, launched, times, converted, called), answer.communication)
+def timeline(answer: WhatIf, pieces: Sequence[Piece]) -> Timeline:
+    """The schedule of a what-if's kernels (`pieces_of`) and of what it exchanges."""
+    ops = plan(pieces, answer.communication)
     timing = answer.communication.timing if answer.communication else None
     return schedule(ops, slower(ops, timing) if timing else None)
+
+
+def timelines(answer: WhatIf, called: bool | None = None) -> dict[str, Timeline]:
+    """A what-if's step in bf16 and as decided, by the names of `LAUNCHED`; `called` as of `pieces_of`."""
+    converted = {BF16: None, DECISION: answer.converted}
+    return {
+        name: timeline(answer, pieces_of(answer, launched, converted=converted[name], called=called))
+        for name, launched in LAUNCHED.items()
+    }

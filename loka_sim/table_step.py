@@ -13,7 +13,7 @@ from loka_sim.dispatch.steps import EXPORT, RUNTIME
 from loka_sim.dispatch.table import load
 from loka_sim.errors import DataError, expected_of_lower_floors
 from loka_sim.fp8_step import converted
-from loka_sim.step_plan import timeline
+from loka_sim.step_plan import pieces_of, timeline
 from loka_sim.whole_step import as_run_by, gemms_in_step
 from perfmodel.timeline import Timeline
 
@@ -84,4 +84,4 @@ def table_timeline(answer: WhatIf, path: str | Path) -> Timeline:
     if answer.others:
         fp8 = converted(answer.spec, model.hardware, shapes, assignments, made, runner, model)
         times, _ = gemms_in_step(times, model.hardware)
-    return timeline(answer, launched, times, fp8)
+    return timeline(answer, pieces_of(answer, launched, times, fp8))

@@ -31,7 +31,7 @@ from loka_sim.garbage import uncollected
 from loka_sim.model_steps import Runs, model_steps
 from loka_sim.modelspec import ModelSpec, Site
 from loka_sim.sources import Distributions, distributions, model_spec
-from loka_sim.step_plan import DECISION, LAUNCHED, timeline
+from loka_sim.step_plan import timelines
 from loka_sim.whole_step import Other, as_run_by, borrowed, gemms_in_step, of_step
 from numerics.sizes import is_whole
 from perfmodel import hardware as hardware_module
@@ -183,10 +183,7 @@ class WhatIf:
     @cached_property
     def timelines(self) -> Mapping[str, Timeline]:
         """One training step on one of the GPUs, compute and communication: `bf16` and as decided (`decision`)."""
-        return {
-            name: timeline(self, launched, converted=self.converted if name == DECISION else None)
-            for name, launched in LAUNCHED.items()
-        }
+        return timelines(self)
 
     @uncollected()
     def to_dict(self) -> dict[str, Any]:

@@ -66,7 +66,8 @@ class Other:
 
     def pieces(self, called: bool = False) -> list[Piece]:
         """As the timeline takes them, of a CUDA graph or as a host calls them."""
-        one = Time(*(end / self.count for end in (called and self.called or self.time)))
+        time = self.called if called and self.called is not None else self.time
+        one = Time(*(end / self.count for end in time))
         name = f"{self.kind}: {self.label[:60]}"
         details = {"bytes": self.moved_bytes}
         return [Piece(self.phase, name, self.kind, one, None, f"fused {self.kind}", details)] * self.count

@@ -26,10 +26,9 @@ from loka_sim.step_plan import (
     OPTIMIZER,
     TABLE_UPDATE,
     Piece,
-    in_bf16,
     plan,
     slowest,
-    timeline,
+    timelines,
 )
 from loka_sim.whole_step import Other
 from perfmodel.timeline import COMPUTE, schedule
@@ -263,7 +262,7 @@ def test_on_several_gpus_a_host_launches_kernel_by_kernel(answer):
     assert several.timelines[BF16].sum_us()["gap"] == pytest.approx(slowest(64) * 30)
     one = dataclasses.replace(several, communication=None)
     assert one.timelines[BF16].sum_us()["gap"] == 10
-    assert timeline(one, in_bf16, called=True).sum_us()["gap"] == 30
+    assert timelines(one, called=True)[BF16].sum_us()["gap"] == 30
 
 
 def test_a_zoo_models_step_is_its_whole_forward_and_backward_and_the_update():
