@@ -22,8 +22,9 @@ out, and each layer, and each other part with linear layers, is compiled on its 
 
 An all-to-all splits evenly, so that embeddings land with wrong samples, which time does not mind. The compute stream waits
 for it at once, and it runs on the communicator of the all-reduces, in turn with them. InterFormer's sequence table has one
-of its own. DDP broadcasts no buffers. A step of few milliseconds is the host's: compare its `host_ms`, and the profile's
-`idle_us`.
+of its own. DDP broadcasts no buffers. A step of few milliseconds is the host's: compare its `host_ms`, how fast each rank's host
+was (`host_step_us`, see `hil.host`), and the profile's `idle_us`. One rank alone tells what a host takes, as it exchanges with
+itself.
 
 Writes `MODEL-BATCH-Ngpus.json`, with `-decision` and `-fsdp` in its name where that is so, as soon as a model is timed, and once
 more when it is profiled.
@@ -56,6 +57,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import gpu_profile
+from hil import host
 from hil.command import Parser
 from hil.fingerprint import fingerprint
 from loka_sim import resolve, zoo
@@ -76,7 +78,7 @@ EXCHANGED, SYNCHRONIZED = (EXCHANGE, DDP_EXCHANGE, FSDP_EXCHANGE), (DDP, DDP_EXC
 MODELS = "zoo models, +mods behind one for all Mods; with a dispatch table, as `loka-sim whatif --out` writes it, in its kernels"
 WARM_UP = 3
 STEPS_OF_A_ROUND = 5
-HOST_STEPS = 3
+HOST_STEPS = 5
 NCCL_TIMEOUT_S, CONTROL_TIMEOUT_S = 120, 900
 TABLES = "exchanged_tables"
 """Where a module keeps its tables: part of their parameters' names, in a graph too."""
@@ -246,6 +248,7 @@ class Trainer:
         variants: The names of its variants, as they are first run.
         exchanged: Bytes of each all-to-all.
         dense_bytes: Of the gradients that DDP reduces.
+        units: Modules that FSDP shards, each by itself; 0 under DDP.
     """
 
     def __init__(self, asked: Asked, world: World, whole: bool, sharded: bool = False) -> None:
@@ -276,6 +279,7 @@ class Trainer:
         self.variants = (FSDP, FSDP_EXCHANGE) if sharded else of_ddp
         # In a dry run the same graphs, without the minutes that C++ takes.
         self._backend = "inductor" if world.cuda else "aot_eager"
+        self.units = 0
         self.dense_bytes = sum(p.numel() * p.element_size() for key, p in self.model.named_parameters() if TABLES not in key)
 
     def wrap(self, bucket_mb: int | None) -> None:
@@ -302,6 +306,7 @@ class Trainer:
         for layer in layers:
             fully_shard(layer)
         fully_shard(self.model, ignored_params=kept)
+        self.units = len(layers) + 1
         self._split, self._no_sync = self.model, contextlib.nullcontext
 
     def step(self, variant: str) -> None:
@@ -357,7 +362,7 @@ def time_variants(trainer: Trainer, world: World, rounds: int) -> dict[str, dict
     """Times of each variant: milliseconds a step on the slowest rank of each step, the variants in turn."""
     token = torch.ones(1, device=world.device)
     samples: dict[str, list[float]] = {variant: [] for variant in trainer.variants}
-    host: dict[str, list[float]] = {variant: [] for variant in trainer.variants}
+    host_ms: dict[str, list[float]] = {variant: [] for variant in trainer.variants}
     for _ in range(rounds):
         for variant in trainer.variants:
             # Queued first, so that ranks begin together.
@@ -373,7 +378,7 @@ def time_variants(trainer: Trainer, world: World, rounds: int) -> dict[str, dict
         for _ in range(HOST_STEPS):
             begun = time.perf_counter()
             trainer.step(variant)
-            host[variant].append(1e3 * (time.perf_counter() - begun))
+            host_ms[variant].append(1e3 * (time.perf_counter() - begun))
             world.synchronize()
     found = {}
     for variant, values in samples.items():
@@ -382,7 +387,7 @@ def time_variants(trainer: Trainer, world: World, rounds: int) -> dict[str, dict
         found[variant] = {
             **quantiles(slowest.tolist()),
             "steps": len(values),
-            "host_ms": max(world.gathered(statistics.median(host[variant]))),
+            "host_ms": max(world.gathered(statistics.median(host_ms[variant]))),
             "by_rank_p50_ms": world.gathered(statistics.median(values)),
         }
     return found
@@ -432,11 +437,14 @@ def measure(asked: Asked, world: World, options: argparse.Namespace) -> dict[str
         if not sharded:
             buckets = world.together("DDP's buckets", trainer.buckets)
             found |= {"split_bytes": split, "buckets_bytes": buckets, "all_reduces": len(buckets)}
+        else:
+            found["units"] = trainer.units
         if world.cuda:
             torch.cuda.empty_cache()
         write("timing")
         found["step"] = world.together("timing", lambda: time_variants(trainer, world, options.rounds))
         if world.cuda:
+            found["host_step_us"] = world.gathered(world.together("the host's speed", host.step_us))
             found["peak_memory_bytes"] = max(world.gathered(torch.cuda.max_memory_allocated()))
         write()
         if world.cuda and not options.no_profile:
