@@ -61,7 +61,8 @@ from hil import host
 from hil.command import Parser
 from hil.fingerprint import fingerprint
 from loka_sim import resolve, zoo
-from loka_sim.communication import BF16_BYTES, embedding_bytes
+from loka_sim.communication import embedding_bytes
+from loka_sim.dense_units import BF16_BYTES
 from loka_sim.dispatch import table
 from loka_sim.document import rounded
 from loka_sim.errors import UserError

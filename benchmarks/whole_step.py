@@ -35,7 +35,7 @@ from loka_sim.host_time import called
 from loka_sim.resolve import WITH_MODS
 from loka_sim.validation.runnable import TABLE_ROWS
 from loka_sim.whatif import WhatIf, whatif
-from loka_sim.whole_step import TABLE_LAUNCHES, by_kind, log_loss, others, table_gradient
+from loka_sim.whole_step import TABLE_LAUNCHES, by_kind, launches_of_step, log_loss, others, table_gradient
 from perfmodel import fused
 from perfmodel.data_folder import data_folder
 from perfmodel.hardware import DEFAULT, available
@@ -308,7 +308,7 @@ def as_called(answer: WhatIf, variant: str, graph_ms: Sequence[float], host_step
         found = converted(answer.spec, fused.load(answer.settings.hardware).hardware, shapes, assignments, makers, RECIPE)
     tables = TABLE_LAUNCHES * len(answer.spec.tables)
     beside = answer.others if found is None else found.others
-    host = called(answer.spec, beside, tables, host_step_us)
+    host = called(launches_of_step(answer.spec, beside) + tables, host_step_us)
     longer = sum(other.called.us - other.time.us for other in beside if other.called is not None) / 1e3
     return tuple(max(end / 1e3, ms + longer) for end, ms in zip(host, graph_ms, strict=True))
 

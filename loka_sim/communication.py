@@ -2,9 +2,9 @@
 
 Embedding tables are spread over the GPUs, evenly: per step an all-to-all of pooled embeddings forward and one of their
 gradients backward. The dense part is replicated (`ddp`: its gradients are all-reduced in DistributedDataParallel's
-default buckets), sharded over all GPUs (`fsdp`: its parameters are gathered before the forward and again before the
-backward, gradients reduce-scattered), or sharded inside each host and replicated over hosts (`hsdp`). Dense parameters and
-gradients travel in bf16.
+default buckets), sharded over all GPUs (`fsdp`: layers' parameters are gathered before the forward and again before the
+backward, those of the model around them once, gradients reduce-scattered), or sharded inside each host and replicated over
+hosts (`hsdp`). Dense parameters and gradients travel in bf16.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from loka_sim.cluster import check_gpus
+from loka_sim.dense_units import BF16_BYTES, buckets, dense_tensors, shards
 from loka_sim.dispatch.cost import Time
 from loka_sim.errors import UserError
-from loka_sim.modelspec import ModelSpec, Site
+from loka_sim.modelspec import ModelSpec
 from numerics.sizes import is_whole
 from perfmodel.topology import Cluster
 
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
     from perfmodel.collectives import CollectiveModel
     from perfmodel.hardware import HardwareSpec
     from perfmodel.model import PerfModel
-
-BF16_BYTES = 2
-BUCKET_BYTES = 25 * 2**20
-"""Default `bucket_cap_mb` of `torch.nn.parallel.DistributedDataParallel`; FSDP's units are made as large."""
 
 DENSE = ("ddp", "fsdp", "hsdp")
 EXCHANGES = ("bf16", "fp16", "fp8_rowwise")
@@ -114,10 +111,11 @@ class Unit:
     Attributes:
         sites: Names of the sites whose weights they are, in forward order; none for what stands at no GEMM.
         size_bytes: Their size in bf16.
-        gather: Before their forward, and again before their backward; None where they are replicated.
+        gather: Before their forward, and again before their backward unless `kept`; None where they are replicated.
         reduce: What their gradients go through, in order.
         copy: Reading and writing as many bytes once: gradients into what is reduced, gathered parameters to their places.
             From the bandwidth; None where that is not known.
+        kept: Gathered before the forward alone, and held until the backward.
     """
 
     sites: tuple[str, ...]
@@ -125,11 +123,12 @@ class Unit:
     gather: Collective | None
     reduce: tuple[Collective, ...]
     copy: Time | None = None
+    kept: bool = False
 
     @property
     def calls(self) -> tuple[Collective, ...]:
         """Every collective of a step."""
-        return (*([self.gather] * 2 if self.gather else []), *self.reduce)
+        return (*([self.gather] * (1 if self.kept else 2) if self.gather else []), *self.reduce)
 
 
 @dataclass(frozen=True)
@@ -145,6 +144,7 @@ class Communication:
         missing: Why there is no figure, in words; None where there is one.
         like: Name of the GPU whose collectives these are, where none were measured on the job's own.
         timing: The time model that says so, and what collectives and the kernels beside them cost each other.
+        tensors: Number of the dense parameters: weights, biases.
     """
 
     parallel: Parallel
@@ -155,6 +155,7 @@ class Communication:
     missing: str | None = None
     like: str | None = None
     timing: PerfModel | None = field(default=None, compare=False, repr=False)
+    tensors: int = 0
 
     @property
     def calls(self) -> tuple[Collective, ...]:
@@ -193,12 +194,12 @@ def communication(spec: ModelSpec, parallel: Parallel, timing: PerfModel) -> Com
     if parallel.gpus == 1:
         return None
     embeddings = embedding_bytes(spec)
-    units = _units(spec, parallel.dense == "ddp")
-    dense = sum(size for _, size in units)
+    parts = buckets(spec) if parallel.dense == "ddp" else shards(spec)
+    dense = sum(part.size_bytes for part in parts)
     try:
         model = timing.collectives
         exchange = [_exchange(spec, parallel, embeddings, model)] if embeddings else []
-        calls = [_dense_calls(parallel, size) for _, size in units]
+        calls = [_dense_calls(parallel, part.size_bytes) for part in parts]
         wanted = [*exchange, *(call for gather, reduce in calls for call in (gather, *reduce) if call)]
         known = _predict(list(dict.fromkeys(wanted)), model, parallel)
         # Read here, where a damaged table is named.
@@ -207,12 +208,14 @@ def communication(spec: ModelSpec, parallel: Parallel, timing: PerfModel) -> Com
         return Communication(parallel, embeddings, dense, missing=str(error).rstrip("."))
     made = tuple(
         Unit(
-            sites, size, known[gather] if gather else None, tuple(known[call] for call in reduce), _copied(size, timing.hardware)
+            part.sites, part.size_bytes, known[gather] if gather else None, tuple(known[call] for call in reduce),
+            _copied(part.size_bytes, timing.hardware), part.kept,
         )
-        for (sites, size), (gather, reduce) in zip(units, calls, strict=True)
-    )
+        for part, (gather, reduce) in zip(parts, calls, strict=True)
+    )  # fmt: skip
     whole = known[exchange[0]] if exchange else None
-    return Communication(parallel, embeddings, dense, whole, made, like=model.like, timing=timing)
+    tensors = len(dense_tensors(spec))
+    return Communication(parallel, embeddings, dense, whole, made, like=model.like, timing=timing, tensors=tensors)
 
 
 def _copied(size: int, hardware: HardwareSpec) -> Time:
@@ -255,51 +258,6 @@ def _predict(calls: list[Call], model: CollectiveModel, parallel: Parallel) -> d
         call: Collective(call, NVLINK if call.ranks == call.per_host else NETWORK, Time(*map(float, entry)), str(basis))
         for call, entry, basis in zip(calls, times.itertuples(index=False), bases, strict=True)
     }
-
-
-def _units(spec: ModelSpec, replicated: bool) -> list[tuple[tuple[str, ...], int]]:
-    """Dense parameters in forward order, in parts of at least `BUCKET_BYTES` but for the last: (sites, bytes).
-
-    Replicated ones are reduced in the order of the backward: their parts are filled from the end.
-    """
-    sizes: dict[str, tuple[str, int]] = {}
-    for site in spec.sites:
-        if (size := _weight_bytes(site)) and site.weight not in sizes:
-            assert site.weight is not None
-            sizes[site.weight] = (site.name, size)
-    weights = list(sizes.values())
-    at_sites = sum(size for _, size in weights)
-    total = spec.dense_parameters * BF16_BYTES or at_sites
-    # A weight that a GEMM reads in a larger form than it is stored in must not count for more than there is.
-    scale = min(1.0, total / at_sites) if at_sites else 1.0
-    parts: list[tuple[tuple[str, ...], int]] = []
-    names: list[str] = []
-    filled = 0
-    for name, size in reversed(weights) if replicated else weights:
-        names.append(name)
-        filled += round(size * scale)
-        if filled >= BUCKET_BYTES:
-            parts.append((tuple(names), filled))
-            names, filled = [], 0
-    if names:
-        parts.append((tuple(names), filled))
-    if replicated:
-        parts = [(tuple(reversed(sites)), size) for sites, size in reversed(parts)]
-    # What stands at no GEMM (biases, norms): where it stands is not known, so it is there first and its gradients last.
-    others, rest = divmod(max(total - sum(size for _, size in parts), 0), BUCKET_BYTES)
-    if parts:
-        parts[0] = (parts[0][0], parts[0][1] + rest)
-    elif rest:
-        parts = [((), rest)]
-    return [((), BUCKET_BYTES)] * others + parts
-
-
-def _weight_bytes(site: Site) -> int:
-    """Size of the parameter that a site trains; 0 where it trains none, or in a form that depends on the batch."""
-    gemm = site.passes.get("grad_weight")
-    if site.weight is None or gemm is None or any(dim.per_batch for dim in (gemm.m, gemm.n, gemm.groups)):
-        return 0
-    return gemm.m.const * gemm.n.const * gemm.groups.const * BF16_BYTES
 
 
 def describe(cluster: Cluster | None) -> dict[str, Any] | None:

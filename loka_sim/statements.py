@@ -14,9 +14,10 @@ from loka_sim.dispatch.torchao_plan import convertible
 from loka_sim.host_time import called
 from loka_sim.report.words import hardware as written
 from loka_sim.step_document import in_words
-from loka_sim.step_plan import slowest
-from loka_sim.whole_step import CALLED_GAP_US, by_kind
+from loka_sim.step_plan import DECISION, slowest
+from loka_sim.whole_step import CALLED_GAP_US, by_kind, launches_of_step
 from perfmodel.kernels import KERNELS, LIBRARIES, library_of
+from perfmodel.timeline import HOST
 
 if TYPE_CHECKING:
     from loka_sim.whatif import WhatIf
@@ -142,12 +143,7 @@ def _step(answer: WhatIf) -> Iterable[Statement]:
     if answer.others:
         yield "note", (f"{dense} Whole: every kernel of the compiled forward and backward as one CUDA graph, in bf16 but for "
                        "what FP8 takes; tables' rows updated in place; update with AdamW in bf16.")  # fmt: skip
-        launched = answer.others if answer.converted is None else answer.converted.others
-        whole, host = answer.decision.whole, called(answer.spec, launched, host_step_us=answer.host_step_us)
-        if whole is not None and host.us > whole.us:
-            yield "warning", ("Without a CUDA graph the host is the bound: it launches the step's kernels in some "
-                              f"{host.us:,.0f} us ({host.low_us:,.0f} to {host.high_us:,.0f}, as busy as it is), the GPU runs "
-                              "them in less, and no kernel's gain is seen.")  # fmt: skip
+        yield from _host(answer)
         here = written(answer.hardware["name"])
         for name, parts in answer.borrowed.items():
             there = written(name)
@@ -161,6 +157,27 @@ def _step(answer: WhatIf) -> Iterable[Statement]:
     why = f" ({answer.spec.untraced})" if answer.spec.untraced else ""
     yield "note", (f"{dense} Copies, concatenations, the loss, the optimizer and embedding look-ups are not in it, and the whole "
                    f"step is not predicted: the model's specification does not list its other kernels{why}.")  # fmt: skip
+
+
+def _host(answer: WhatIf) -> Iterable[Statement]:
+    """Whether the host that launches the kernels is the bound, or may be."""
+    if answer.communication is None:
+        launched = answer.others if answer.converted is None else answer.converted.others
+        whole, host = answer.decision.whole, called(launches_of_step(answer.spec, launched), answer.host_step_us)
+        if whole is not None and host.us > whole.us:
+            yield "warning", ("Without a CUDA graph the host is the bound: it launches the step's kernels in some "
+                              f"{host.us:,.0f} us ({host.low_us:,.0f} to {host.high_us:,.0f}, as busy as it is), the GPU runs "
+                              "them in less, and no kernel's gain is seen.")  # fmt: skip
+    elif not answer.communication.missing:
+        made = answer.timelines[DECISION]
+        op = next(op for op in made.ops if op.stream == HOST)
+        gpus = max(end for op, end in zip(made.ops, made.ends, strict=True) if op.stream != HOST)
+        takes = f"some {op.us:,.0f} us ({op.low_us:,.0f} to {op.high_us:,.0f}, as fast and busy as it is)"
+        if op.us > gpus:
+            yield "warning", (f"The host is the bound: it launches the step's kernels in {takes}, the GPUs run them in "
+                              f"{gpus:,.0f}, and no kernel's gain is seen. A larger batch per GPU mends that.")  # fmt: skip
+        elif op.high_us > gpus:
+            yield "note", f"The host launches the step's kernels in {takes}: a slow one is the bound, and not the GPUs."
 
 
 def _left_out(answer: WhatIf) -> Iterable[Statement]:

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
+from loka_sim import host_time
 from loka_sim.communication import Collective, Communication, Unit
 from loka_sim.dispatch.candidates import Row
 from loka_sim.dispatch.cost import Time
 from loka_sim.dispatch.steps import RUNTIME, as_run, torch_makes
 from loka_sim.overlap import slower
 from perfmodel.kernels import KERNELS
-from perfmodel.timeline import COMPUTE, Op, Timeline, schedule
+from perfmodel.timeline import COMPUTE, HOST, Op, Timeline, schedule
 
 if TYPE_CHECKING:
     from loka_sim.fp8_step import Converted
@@ -51,6 +52,7 @@ class Piece:
         reads_tables: Its site needs the embeddings, and its backward makes their gradients.
         alike: Pieces that name the same are off by the same share.
         details: What a trace shows of it.
+        launches: What a host launches for it.
     """
 
     phase: str
@@ -61,6 +63,7 @@ class Piece:
     alike: str | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
     reads_tables: bool = True
+    launches: int = 1
 
 
 Launched = Callable[["SiteDecision", str], Sequence[Row]]
@@ -95,7 +98,9 @@ def site_pieces(sites: Sequence[SiteDecision], times: Mapping[Row, Time], launch
         details = {"kernel": row.kernel, "m": row.m, "n": row.n, "k": row.k, "groups": row.groups}
         kind = KERNELS[row.kernel].kind
         shown = f"{site.site.name} {what}" if kind in ("gemm", "batched_gemm") else f"{site.site.name} {what}: {row.kernel}"
-        return Piece(phase, shown, kind, times[row], site.site.name, str(tuple(row)), details, site.site.reads_tables)
+        # A batched product has a node of its own before it.
+        number = 1 + (kind == "batched_gemm")
+        return Piece(phase, shown, kind, times[row], site.site.name, str(tuple(row)), details, site.site.reads_tables, number)
 
     def run(site: SiteDecision, phase: str) -> list[Piece]:
         beside = [row for row in site.around.rows if around and row.kernel.endswith("_forward")]
@@ -197,7 +202,8 @@ def _gathered(
 ) -> None:
     """A forward or backward: each unit gathered while the one before it computes, and reduced behind its last run."""
     order = list(dict.fromkeys(number for number, _ in runs if number is not None))
-    loose = [number for number, unit in enumerate(units) if not unit.sites and unit.gather]
+    held = phase == "backward"
+    loose = [number for number, unit in enumerate(units) if not unit.sites and unit.gather and not (held and unit.kept)]
     waiting = [*loose, *(number for number in order if units[number].gather)]
 
     def fetch() -> None:
@@ -377,17 +383,36 @@ def pieces_of(
     return pieces if answer.communication is None else [longer(piece, slowest(answer.parallel.gpus)) for piece in pieces]
 
 
-def timeline(answer: WhatIf, pieces: Sequence[Piece]) -> Timeline:
-    """The schedule of a what-if's kernels (`pieces_of`) and of what it exchanges."""
-    ops = plan(pieces, answer.communication)
+def launching(answer: WhatIf, pieces: Sequence[Piece], called: bool | None = None) -> Op | None:
+    """What the host does meanwhile: it launches the kernels of a forward and backward. None of a CUDA graph.
+
+    None, too, where not every kernel is known.
+
+    Args:
+        answer: The what-if.
+        pieces: Its kernels.
+        called: As of `pieces_of`.
+    """
+    found = answer.communication
+    if not answer.others or not (found is not None if called is None else called):
+        return None
+    number = sum(piece.launches for piece in pieces if piece.phase in (FORWARD, LOSS, BACKWARD))
+    speed = answer.host_step_us
+    time = host_time.called(number, speed) if found is None else host_time.called_on_several(number, found, speed)
+    return Op("launches of the forward and backward", HOST, *time, kind="launches", details={"launches": number})
+
+
+def timeline(answer: WhatIf, pieces: Sequence[Piece], called: bool | None = None) -> Timeline:
+    """The schedule of a what-if's kernels (`pieces_of`), of what it exchanges and of the host; `called` as of `pieces_of`."""
+    host, ops = launching(answer, pieces, called), plan(pieces, answer.communication)
     timing = answer.communication.timing if answer.communication else None
-    return schedule(ops, slower(ops, timing) if timing else None)
+    return schedule([*([host] if host else []), *ops], slower(ops, timing) if timing else None)
 
 
 def timelines(answer: WhatIf, called: bool | None = None) -> dict[str, Timeline]:
     """A what-if's step in bf16 and as decided, by the names of `LAUNCHED`; `called` as of `pieces_of`."""
     converted = {BF16: None, DECISION: answer.converted}
     return {
-        name: timeline(answer, pieces_of(answer, launched, converted=converted[name], called=called))
+        name: timeline(answer, pieces_of(answer, launched, converted=converted[name], called=called), called)
         for name, launched in LAUNCHED.items()
     }

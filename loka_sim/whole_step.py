@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from loka_sim.dense_units import dense_tensors
 from loka_sim.dispatch.candidates import BF16, Row
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.steps import RECIPE, RUN_AS, RUNTIME, as_run
@@ -70,7 +71,8 @@ class Other:
         one = Time(*(end / self.count for end in time))
         name = f"{self.kind}: {self.label[:60]}"
         details = {"bytes": self.moved_bytes}
-        return [Piece(self.phase, name, self.kind, one, None, f"fused {self.kind}", details)] * self.count
+        launches = 1 if self.launches is None else self.launches // self.count
+        return [Piece(self.phase, name, self.kind, one, None, f"fused {self.kind}", details, launches=launches)] * self.count
 
 
 def described(kernel: Fused, batch: int) -> dict[str, Any]:
@@ -129,20 +131,6 @@ def table_update(tables: Iterable[Table], batch: int, optimizer: str) -> list[Fu
             read, written = Dim((2 + 2 + state // 2) * elements), Dim((2 + state // 2) * elements)
             found.append(Fused(TABLE_UPDATE, "scatter", "rows of a table", Dim(elements), Dim(1), read, written, Dim(0)))
     return found
-
-
-def dense_tensors(spec: ModelSpec) -> list[int]:
-    """Elements of each trainable parameter beside tables: weights and biases of the sites, and the rest as one."""
-    sizes: list[int] = []
-    seen: set[str] = set()
-    for site in spec.sites:
-        if site.weight is not None and site.weight not in seen:
-            seen.add(site.weight)
-            _, n, k = site.passes["output"].shape(1)
-            sizes += [n * k, *([n] if site.bias else [])]
-    rest = spec.dense_parameters - sum(sizes)
-    # A shared or frozen weight may be counted that is no parameter: what there is bounds the sum.
-    return [*sizes, rest] if rest > 0 else sizes if not rest else [spec.dense_parameters]
 
 
 def optimizer_step(sizes: Sequence[int], optimizer: str, hardware: HardwareSpec) -> list[Other]:
@@ -320,6 +308,19 @@ def _launches(kernels: Sequence[Fused], rows: Mapping[str, Sequence[Any]]) -> np
 def batched_products(spec: ModelSpec, passes: Container[str] = PASSES) -> int:
     """Products of a step that are many in one."""
     return sum(gemm.groups.at(spec.batch) > 1 for site in spec.sites for name, gemm in site.passes.items() if name in passes)
+
+
+def launches_of_step(spec: ModelSpec, found: Iterable[Other]) -> int:
+    """What a host launches for a forward and backward: kernels, and the nodes of a CUDA graph that stand before some.
+
+    Args:
+        spec: The model, at the batch asked for.
+        found: What the step holds beside its GEMMs.
+    """
+    beside = [other for other in found if other.phase in (FORWARD, BACKWARD)]
+    number = sum(other.count if other.launches is None else other.launches for other in beside)
+    # A batched product has a node of its own before it.
+    return number + sum(len(site.passes) for site in spec.sites) + batched_products(spec)
 
 
 CALLED_GAP_US = 3.0

@@ -22,6 +22,8 @@ Array = npt.NDArray[np.float64]
 
 COMPUTE = "compute"
 """The stream that the others should hide behind."""
+HOST = "host"
+"""What is no stream of the GPU: it slows nothing there, and what it does alone is no communication."""
 
 SAMPLES = 400
 
@@ -116,10 +118,11 @@ class Timeline:
 
     @cached_property
     def exposed_us(self) -> float:
-        """How long other streams run while `COMPUTE` does not."""
+        """How long other streams of the GPU run while `COMPUTE` does not."""
         events = sorted(
             (time, step, op.stream == COMPUTE)
             for op, start, end in zip(self.ops, self.starts, self.ends, strict=True)
+            if op.stream != HOST
             for time, step in ((start, 1), (end, -1))
         )
         exposed, since, computing, others = 0.0, 0.0, 0, 0
@@ -261,7 +264,7 @@ def _rates(running: Sequence[int], ops: Sequence[Op], slower: Slower | None) -> 
     computing = next((i for i in running if ops[i].stream == COMPUTE), None)
     if slower is not None and computing is not None:
         for i in running:
-            if i != computing:
+            if i != computing and ops[i].stream != HOST:
                 own, other = slower(ops[computing], ops[i])
                 rates[computing], rates[i] = min(rates[computing], 1 / own), 1 / other
     return rates

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from benchmarks import gpu_steps, whole_step
-from loka_sim.communication import BUCKET_BYTES
+from loka_sim.dense_units import BUCKET_BYTES
 from loka_sim.step_plan import GPUS_DEVIATION
 from loka_sim.whole_step import CALLED_GAP_US, launched
 from perfmodel import fused

@@ -15,7 +15,7 @@ from loka_sim.files import write_text_atomic
 from loka_sim.host_time import called
 from loka_sim.validation.request import Request
 from loka_sim.validation.runnable import TABLE_ROWS
-from loka_sim.whole_step import TABLE_LAUNCHES, log_loss, others, table_gradient
+from loka_sim.whole_step import TABLE_LAUNCHES, launches_of_step, log_loss, others, table_gradient
 
 if TYPE_CHECKING:
     import pandas
@@ -147,7 +147,7 @@ def step_part(step: dict[str, Any] | None, before: WhatIf, after: WhatIf, rows: 
     beside = {when: _around_us(answer, rows) for when, answer in answers.items()}
     predicted = {when: _speedups(answer, beside[when]) for when, answer in answers.items()}
     host_step_us, tables = step.get(HOST), TABLE_LAUNCHES * len(after.spec.tables)
-    calls_us = called(after.spec, after.others, tables, host_step_us or after.host_step_us).us
+    calls_us = called(launches_of_step(after.spec, after.others) + tables, host_step_us or after.host_step_us).us
     whole = after.steps[0].whole
     bound = whole is not None and calls_us > whole.us
     graphs = step.get("graphs") or {}

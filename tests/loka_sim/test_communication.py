@@ -10,7 +10,8 @@ import yaml
 
 import loka_sim
 from loka_sim.cluster import cluster_of
-from loka_sim.communication import BUCKET_BYTES, NETWORK, NVLINK, Communication, Parallel, communication, embedding_bytes
+from loka_sim.communication import NETWORK, NVLINK, Communication, Parallel, communication, embedding_bytes
+from loka_sim.dense_units import BUCKET_BYTES
 from loka_sim.errors import UserError
 from loka_sim.modelspec import Dim, Gemm, ModelSpec, Site, Table, linear_passes
 from loka_sim.step_document import in_words

@@ -6,7 +6,7 @@ import pytest
 
 from loka_sim.host_time import LAUNCH, STEP, USUAL_US, called
 from loka_sim.whatif import whatif
-from loka_sim.whole_step import TABLE_LAUNCHES, batched_products, launched
+from loka_sim.whole_step import TABLE_LAUNCHES, batched_products, launched, launches_of_step
 from perfmodel.data_folder import data_folder
 
 STEPS = json.loads((data_folder() / "h200" / "host_steps.json").read_text())["steps"]
@@ -21,8 +21,9 @@ def test_a_host_launches_every_stage_of_every_kernel_and_nothing_for_what_is_non
     assert number > sum(kernel.count for kernel in answer.spec.fused)
     assert {other.kind for other in answer.others if other.launches == 0} == {"gap", slower}
     number += gemms + batched_products(answer.spec)
-    assert called(answer.spec, answer.others).us == pytest.approx(USUAL_US * (STEP + LAUNCH * number))
-    assert called(answer.spec, answer.others, 7, 5000.0).us == pytest.approx(5000 * (STEP + LAUNCH * (number + 7)))
+    assert launches_of_step(answer.spec, answer.others) == number
+    assert called(number).us == pytest.approx(USUAL_US * (STEP + LAUNCH * number))
+    assert called(number, 5000.0).us == pytest.approx(5000 * (STEP + LAUNCH * number))
 
 
 @pytest.mark.parametrize("step", [step for step in STEPS if step["variant"] == "bf16" and ":" not in step["model"]],
@@ -30,12 +31,12 @@ def test_a_host_launches_every_stage_of_every_kernel_and_nothing_for_what_is_non
 def test_steps_as_called_given_how_fast_the_host_was(step):
     """Each visit's step on an H200's host, within the interval and a tenth; without the host's speed a wider one holds it."""
     answer = whatif(step["model"], batch=step["batch"])
-    tables = TABLE_LAUNCHES * len(answer.spec.tables)
-    unknown = called(answer.spec, answer.others, tables)
+    number = launches_of_step(answer.spec, answer.others) + TABLE_LAUNCHES * len(answer.spec.tables)
+    unknown = called(number)
     off = []
     for visit in step["visits"]:
         measured, eager = visit["step"][1], visit["eager"][1]
-        found = called(answer.spec, answer.others, tables, eager)
+        found = called(number, eager)
         assert found.low_us <= measured <= found.high_us
         assert unknown.low_us <= measured <= unknown.high_us
         assert found.high_us / found.low_us < unknown.high_us / unknown.low_us

@@ -13,6 +13,7 @@ import pytest
 
 import perfmodel
 from loka_sim import calibration
+from loka_sim.dense_units import dense_tensors
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.operands import Row
 from loka_sim.dispatch.steps import ALIKE, EXPORT, RECIPE, RUNTIME, speedup, whole
@@ -24,7 +25,6 @@ from loka_sim.whole_step import (
     as_run_by,
     by_kind,
     conflicts,
-    dense_tensors,
     launched,
     of_step,
     optimizer_step,
