@@ -6,8 +6,9 @@
 
 Forward and backward as measured there, in bf16 or as decided among torch's kernels: DistributedDataParallel or FSDP, embeddings
 and their gradients exchanged, tables cut to 10,000 rows, a log loss behind the model. Three predictions stand beside each: that
-of `loka-sim step`, the same if kernels and collectives that run at once did not slow each other, and of one GPU alone. What a
-host takes to launch a small model is not in them: steps that the host bounds are listed and not judged.
+of `loka-sim step`, the same if kernels and collectives that run at once did not slow each other, and of one GPU alone. Steps
+that the host bounds, which launches the kernels, are judged apart. Steps of one rank, which exchanges with itself, say what a
+host takes whose speed was measured.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,17 +34,17 @@ from loka_sim.whatif import WhatIf, whatif
 from loka_sim.whole_step import CALLED_GAP_US, GAP, log_loss, others, table_gradient
 from perfmodel import fused
 from perfmodel.data_folder import data_folder
-from perfmodel.timeline import schedule
+from perfmodel.timeline import HOST, schedule
 
 KEPT = (
     "model", "batch", "ranks", "precision", "dense", "command", "machine", "dense_bytes", "embedding_bytes", "all_reduces",
-    "compiled_in_s", "step",
+    "units", "compiled_in_s", "host_step_us", "step",
 )  # fmt: skip
 KEY = KEPT[:5]
 PRECISIONS, SPREADS = tuple(LAUNCHED), ("ddp", "fsdp")
 PROFILED = ("compute", "ddp_exchange", "fsdp_exchange", "kernels")
-# A step is the GPU's where its kernels take this share of it at least.
-OF_THE_GPU = 0.7
+# A step is the host's that takes this share of it at least to launch it.
+OF_THE_HOST = 0.95
 
 
 def measured_ms(step: dict[str, Any]) -> float:
@@ -63,18 +65,34 @@ def pieces(answer: WhatIf, hardware: str, precision: str) -> list[Piece]:
     return [*run, *(step_plan.longer(piece, step_plan.slowest(answer.parallel.gpus)) for piece in beside)]
 
 
-def predicted(model: str, batch: int, gpus: int, precision: str, dense: str, hardware: str) -> dict[str, Any]:
-    """Milliseconds of a step: on one GPU, on several with the 90% interval, and if nothing slowed anything."""
-    answer = whatif(model, batch=batch, gpus=gpus, hardware=hardware, dense=dense)
+def predicted(
+    model: str, batch: int, gpus: int, precision: str, dense: str, hardware: str, host_step_us: float | None = None
+) -> dict[str, Any]:
+    """Milliseconds of a step: on one GPU, on several with the 90% interval, there by part, and if nothing slowed anything.
+
+    Args:
+        model: A zoo model.
+        batch: Of each rank.
+        gpus: Ranks; of one, which exchanges with itself, only what its host takes is known.
+        precision: One of `PRECISIONS`.
+        dense: One of `SPREADS`.
+        hardware: The GPU.
+        host_step_us: How fast the host was, see `hil.host.step_us`.
+    """
+    answer = replace(
+        whatif(model, batch=batch, gpus=max(gpus, 2), hardware=hardware, dense=dense), host_step_us=host_step_us
+    )
     found = answer.communication
     assert found is not None and found.timing is not None
     own = pieces(answer, hardware, precision)
     ops = plan(own, found)
-    step = schedule(ops, slower(ops, found.timing))
-    ends = (step.total_us, *step.interval())
+    step, of_gpus = step_plan.timeline(answer, own), schedule(ops, slower(ops, found.timing))
+    host = next(op for op in step.ops if op.stream == HOST)
     return {
         "one_ms": schedule(plan(own)).total_us / 1e3,
-        "several_ms": [end / 1e3 for end in ends],
+        "several_ms": [end / 1e3 for end in (step.total_us, *step.interval())],
+        "gpus_ms": of_gpus.total_us / 1e3,
+        "host_ms": [end / 1e3 for end in (host.us, host.low_us, host.high_us)],
         "unslowed_ms": schedule(ops).total_us / 1e3,
         "exposed_ms": step.exposed_us / 1e3,
         "slowed_ms": step.slowed_us / 1e3,
@@ -124,36 +142,56 @@ def _write(file: Path, document: dict[str, Any]) -> None:
     write_bytes_atomic(file, (json.dumps(document, indent=1) + "\n").encode())
 
 
-def is_of_the_gpu(step: dict[str, Any], one_ms: float) -> bool:
-    """Whether a measured step is what the GPU takes, and not what the host takes to launch it."""
-    alone = step["step"].get("compute")
-    return alone is None or one_ms >= OF_THE_GPU * float(alone["p50_ms"])
+def is_of_the_host(step: dict[str, Any]) -> bool:
+    """Whether a measured step is what the host takes to launch it, and not what the GPUs take."""
+    variant = step["step"][f"{step['dense']}_exchange"]
+    return float(variant["host_ms"]) >= OF_THE_HOST * float(variant["p50_ms"])
 
 
 def show(steps: Sequence[dict[str, Any]], hardware: str) -> None:
     """Every measured step beside what is predicted now."""
-    several = f"{'several':>9s}{'predicted':>10s}{'90%':>20s}{'off':>8s}{'unslowed':>10s}{'off':>8s}"
+    several = f"{'several':>9s}{'predicted':>10s}{'90%':>20s}{'off':>8s}{'GPUs':>9s}{'host':>9s}{'unslowed':>10s}{'off':>8s}"
     head = f"{'one GPU':>9s}{'predicted':>10s}{'off':>8s}{several}"
     print(f"{'model':24s}{'batch':>6s}{'GPUs':>5s}  {'':14s}{head}")
-    ratios, inside, unslowed = [], [], []
+    judged: dict[bool, list[tuple[float, bool]]] = {False: [], True: []}
+    unslowed = []
     for step in steps:
+        if step["ranks"] == 1:
+            continue
         found = predicted(*(step[name] for name in KEY), hardware=hardware)
-        on_several, alone = measured_ms(step), step["step"].get("compute")
+        on_several, alone, of_host = measured_ms(step), step["step"].get("compute"), is_of_the_host(step)
         ms, low, high = found["several_ms"]
         one = f"{alone['p50_ms']:9.2f}" if alone else f"{'':9s}"
-        line = f"{_named(step)}{one}{found['one_ms']:10.2f}"
-        if not is_of_the_gpu(step, found["one_ms"]):
-            print(f"{line}{'':8s}{on_several:9.2f}{ms:10.2f}  bound by the host")
+        off = f"{found['one_ms'] / alone['p50_ms'] - 1:+8.1%}" if alone and not of_host else f"{'':8s}"
+        line = f"{_named(step)}{one}{found['one_ms']:10.2f}{off}{on_several:9.2f}{ms:10.2f}  [{low:7.2f}, {high:7.2f}]"
+        line += f"{ms / on_several - 1:+8.1%}{found['gpus_ms']:9.2f}{found['host_ms'][0]:9.2f}"
+        if of_host:
+            print(f"{line}  the host was the bound")
+        else:
+            print(f"{line}{found['unslowed_ms']:10.2f}{found['unslowed_ms'] / on_several - 1:+8.1%}")
+            unslowed.append(found["unslowed_ms"] / on_several)
+        judged[of_host].append((ms / on_several, low <= on_several <= high))
+    for of_host, entries in judged.items():
+        if entries:
+            what = "bound by the host" if of_host else "bound by the GPUs"
+            judge(f"several GPUs, {what}", [ratio for ratio, _ in entries], [held for _, held in entries])
+    if unslowed:
+        judge("if nothing slowed anything", unslowed, [])
+
+
+def show_hosts(steps: Sequence[dict[str, Any]], hardware: str) -> None:
+    """Steps of one rank that exchanges with itself: what the host takes, given how fast it was."""
+    ratios, inside = [], []
+    for step in steps:
+        if step["ranks"] > 1:
             continue
-        off = f"{found['one_ms'] / alone['p50_ms'] - 1:+8.1%}" if alone else f"{'':8s}"
-        line += f"{off}{on_several:9.2f}{ms:10.2f}  [{low:7.2f}, {high:7.2f}]"
-        line += f"{ms / on_several - 1:+8.1%}"
-        print(f"{line}{found['unslowed_ms']:10.2f}{found['unslowed_ms'] / on_several - 1:+8.1%}")
-        ratios.append(ms / on_several)
-        inside.append(low <= on_several <= high)
-        unslowed.append(found["unslowed_ms"] / on_several)
-    judge("several GPUs", ratios, inside)
-    judge("if nothing slowed anything", unslowed, [])
+        ms, low, high = predicted(*(step[name] for name in KEY), hardware, max(step["host_step_us"]))["host_ms"]
+        measured = measured_ms(step)
+        print(f"{_named(step)}{measured:9.2f}{ms:10.2f}  [{low:7.2f}, {high:7.2f}]{ms / measured - 1:+8.1%}")
+        ratios.append(ms / measured)
+        inside.append(low <= measured <= high)
+    if ratios:
+        judge("one rank, the host's, given how fast it was (by these what DDP and FSDP take was found)", ratios, inside)
 
 
 def _named(step: dict[str, Any]) -> str:
@@ -196,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 3
     steps = json.loads(measured.read_text())["steps"]
     show(steps, options.hardware)
+    show_hosts(steps, options.hardware)
     if said.is_file():
         show_said(json.loads(said.read_text())["sets"], steps)
     return 0

@@ -5,10 +5,10 @@ import pytest
 
 import loka_sim
 from loka_sim.communication import NETWORK, NVLINK
-from loka_sim.overlap import slower
+from loka_sim.overlap import IN_STEP, slower
 from loka_sim.step_plan import BF16
 from perfmodel import hardware
-from perfmodel.timeline import COMPUTE, Op
+from perfmodel.timeline import COMPUTE, HOST, Op
 
 H200 = hardware.load("h200")
 
@@ -47,18 +47,18 @@ def test_each_pair_by_its_own_shares():
     ask = slower([GEMM, FUSED, GAP, INSIDE, ACROSS], Timing(model))
     peak = 2 * 1024**3 / (20 * H200.peak_bf16_tflops * 1e6)
     bandwidth = 6 * 1024**2 / (20 * H200.copy_bandwidth_tbs * 1e6)
-    assert ask(GEMM, INSIDE) == pytest.approx((1 + peak + bandwidth, 3))
-    assert ask(FUSED, INSIDE) == pytest.approx((1 + 4e7 / (20 * H200.copy_bandwidth_tbs * 1e6), 3))
+    assert ask(GEMM, INSIDE) == pytest.approx((1 + IN_STEP * (peak + bandwidth), 3))
+    assert ask(FUSED, INSIDE) == pytest.approx((1 + IN_STEP * 4e7 / (20 * H200.copy_bandwidth_tbs * 1e6), 3))
     assert ask(GAP, INSIDE) == (1, 1)
     # What waits for the network is not slowed by what computes.
-    assert ask(GEMM, ACROSS) == pytest.approx((1 + peak + bandwidth, 1))
+    assert ask(GEMM, ACROSS) == pytest.approx((1 + IN_STEP * (peak + bandwidth), 1))
     assert [entry[:2] for entry in model.asked] == [("all_reduce", 10.0)]
     assert model.asked[0][2].tiles.tolist() == [0, 64]
 
 
 def test_nothing_is_asked_where_nothing_is_known_or_exchanged():
     assert slower([GEMM, INSIDE], Timing(None)) is None
-    assert slower([GEMM, FUSED], Timing(Overlap())) is None
+    assert slower([GEMM, FUSED, op("launches", HOST)], Timing(Overlap())) is None
 
 
 def test_a_damaged_table_of_pairs_is_named(monkeypatch):
@@ -77,7 +77,7 @@ def test_a_step_on_several_gpus_is_slowed_and_says_so():
     assert 0.05 * made.total_us < made.slowed_us < 0.2 * made.total_us
     spent = dict(zip((entry.name for entry in made.ops), made.spent_us, strict=True))
     bare = sum(call.time.us for call in answer.communication.calls)
-    assert bare < sum(made.busy_us(stream) for stream in made.streams if stream != COMPUTE) < 3 * bare
+    assert bare < sum(made.busy_us(stream) for stream in made.streams if stream not in (COMPUTE, HOST)) < 3 * bare
     # The optimizer waits for the last reduction: nothing runs beside it.
     update = next(entry for entry in made.ops if entry.kind == "optimizer")
     assert spent[update.name] == pytest.approx(update.us)

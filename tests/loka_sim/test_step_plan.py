@@ -12,8 +12,10 @@ from loka_sim.cli import main
 from loka_sim.communication import NETWORK, NVLINK, Call, Collective, Communication, Parallel, Unit
 from loka_sim.dispatch.cost import Time
 from loka_sim.errors import UserError
+from loka_sim.host_time import called_on_several
 from loka_sim.modelspec import Dim, ModelSpec, Site, linear_passes
 from loka_sim.schemas import problem
+from loka_sim.statements import statements
 from loka_sim.step_document import step_document, write_trace
 from loka_sim.step_plan import (
     BACKWARD,
@@ -30,8 +32,8 @@ from loka_sim.step_plan import (
     slowest,
     timelines,
 )
-from loka_sim.whole_step import Other
-from perfmodel.timeline import COMPUTE, schedule
+from loka_sim.whole_step import Other, batched_products
+from perfmodel.timeline import COMPUTE, HOST, schedule
 
 
 def exact(us):
@@ -77,6 +79,19 @@ def test_replicated_by_hand():
     assert found["gradients 1"] == (81, 111) and found["a grad"] == (81, 101)
     assert found["gradients of embeddings"] == (111, 118) and found["gradients 0"] == (118, 128)
     assert found["rows' update"] == (118, 122) and found["adam"] == (128, 133)
+
+
+def test_what_stands_around_the_layers_is_gathered_once_and_kept():
+    """The model around a and b is gathered 0-5 and before all else; its gradients leave last. a and b as by themselves."""
+    gather, scatter = collective("all_gather", 5, NVLINK), collective("reduce_scatter", 8, NVLINK)
+    units = [Unit((), 1, gather, (scatter,), kept=True), *(Unit((name,), 1, gather, (scatter,)) for name in ("a", "b"))]
+    made = schedule(plan(STEP[:4], exchanged(units)))
+    found = times(made)
+    assert found["parameters 0, forward"] == (0, 5) and "parameters 0, backward" not in found
+    assert found["parameters 1, forward"] == (5, 10) and found["a out"] == (10, 20)
+    assert found["parameters 2, backward"] == (40, 45) and found["a grad"] == (85, 105)
+    assert found["gradients 1"] == (105, 113) and found["gradients 0"] == (113, 121)
+    assert [op.kind for op in made.ops].count("all_gather") == len([c for unit in units for c in unit.calls]) - 3 == 5
 
 
 def test_what_reads_no_table_runs_beside_the_exchanges():
@@ -263,6 +278,31 @@ def test_on_several_gpus_a_host_launches_kernel_by_kernel(answer):
     one = dataclasses.replace(several, communication=None)
     assert one.timelines[BF16].sum_us()["gap"] == 10
     assert timelines(one, called=True)[BF16].sum_us()["gap"] == 30
+
+
+def test_a_slow_host_is_the_bound_on_several_gpus_alone(answer):
+    """1,000 kernels of 1 us on 64 GPUs; a host whose speed is known takes as much as that says."""
+    kernels = Other(FORWARD, "pointwise", "add", 100, 1000, exact(1000.0), True)
+    several = dataclasses.replace(answer, others=(kernels,))
+    made = several.timelines[BF16]
+    host = made.ops[0]
+    launches = 1000 + sum(len(site.passes) for site in answer.sites)
+    batched = batched_products(answer.spec)
+    assert host.stream == HOST and host.details["launches"] == launches + batched
+    assert host.us == called_on_several(launches + batched, answer.communication).us
+    assert made.total_us == pytest.approx(host.us) and made.interval()[0] < host.us < made.interval()[1]
+    assert host.us > made.busy_us(COMPUTE)
+    fast = dataclasses.replace(several, host_step_us=300.0)
+    gpus = max(end for op, end in zip(made.ops, made.ends, strict=True) if op.stream != HOST)
+    assert fast.timelines[BF16].total_us == pytest.approx(gpus)
+    said = [text for level, text in statements(several) if level == "warning"]
+    bound = f"The host is the bound: it launches the step's kernels in some {host.us:,.0f} us"
+    assert any(text.startswith(bound) for text in said)
+    assert not any("The host is the bound" in text for _, text in statements(fast))
+    # A CUDA graph needs no host, and of an unknown step nobody knows what is launched.
+    one = dataclasses.replace(several, communication=None)
+    assert HOST not in one.timelines[BF16].streams and HOST not in answer.timelines[BF16].streams
+    assert HOST in timelines(one, called=True)[BF16].streams
 
 
 def test_a_zoo_models_step_is_its_whole_forward_and_backward_and_the_update():

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perfmodel.step import COMMON_DEVIATION, combine
-from perfmodel.timeline import COMPUTE, Op, schedule
+from perfmodel.timeline import COMPUTE, HOST, SLOWER_DEVIATION, Op, schedule
 
 
 def op(name, stream, us, *after, low=None, high=None, **more):
@@ -59,11 +59,22 @@ def test_beside_several_a_kernel_goes_as_slowly_as_beside_the_worst():
     assert timeline.ends[2] == pytest.approx(40 + 100 - 40 / 1.5)
 
 
+def test_a_host_slows_nothing_and_is_no_communication():
+    """It launches for 30 us; a kernel of 10 runs, 20 beside a collective that slows it, and one of 5 is exposed."""
+    host = Op("launches", HOST, 30, 30, 30)
+    ops = [host, op("a", COMPUTE, 10), op("r", "net", 40), op("s", "net", 5)]
+    made = schedule(ops[:2], lambda own, other: (2.0, 2.0))
+    assert made.ends == (30, 10) and made.total_us == 30 and made.exposed_us == made.slowed_us == 0
+    assert [made.ops[i].name for i in made.critical_path] == ["launches"]
+    made = schedule(ops, lambda own, other: (2.0, 1.0))
+    assert made.ends == (30, 20, 40, 45) and made.exposed_us == 25 and made.slowed_us == 10
+
+
 def test_a_slowed_total_is_less_sure():
     ops = [op("r", "network", 100), op("k", COMPUTE, 100)]
     alone, slowed = (schedule(ops, slower).interval() for slower in (None, lambda kernel, other: (2.0, 1.0)))
     total = schedule(ops, lambda kernel, other: (2.0, 1.0)).total_us
-    assert total == 150 and slowed[1] - total > 1.645 * 0.2 * 50 > 5 * (alone[1] - 100)
+    assert total == 150 and slowed[1] - total > 1.645 * 0.95 * SLOWER_DEVIATION * 50 > 2 * (alone[1] - 100)
 
 
 def test_spans_join_what_is_alike_and_adjacent():
