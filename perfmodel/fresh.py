@@ -38,7 +38,7 @@ CLASSES = len(SIZE_CLASSES_US) + 1
 KEPT = ("zoo",)
 # Of any sizes, drawn unlike all that is fitted (`hil.shapes.any_shapes`, `blind14` as `odd_shapes`): of a family they count for
 # this share at least. By a half an H200's usual calls would be inside 89% to 94% by kernel, and those of any sizes hardly more.
-WRITTEN = ("blind14", "blind15", "blind16", "blind19", "blind20", "blind21", "blind22")
+WRITTEN = ("blind14", "blind15", "blind16", "blind19", "blind20", "blind21", "blind22", "blind23", "blind24")
 WRITTEN_SHARE = 0.25
 # All GEMMs, but the largest calls, by the class of their digits.
 BY_DIGITS = "GEMMs, by digits"
