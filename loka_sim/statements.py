@@ -173,11 +173,15 @@ def _host(answer: WhatIf) -> Iterable[Statement]:
         op = next(op for op in made.ops if op.stream == HOST)
         gpus = max(end for op, end in zip(made.ops, made.ends, strict=True) if op.stream != HOST)
         takes = f"some {op.us:,.0f} us ({op.low_us:,.0f} to {op.high_us:,.0f}, as fast and busy as it is)"
-        if op.us > gpus:
+        if op.low_us > gpus:
             yield "warning", (f"The host is the bound: it launches the step's kernels in {takes}, the GPUs run them in "
                               f"{gpus:,.0f}, and no kernel's gain is seen. A larger batch per GPU mends that.")  # fmt: skip
+        elif op.us > gpus:
+            yield "warning", (f"The host is the bound, unless it is a fast one: it launches the step's kernels in {takes}, the "
+                              f"GPUs run them in {gpus:,.0f}. A larger batch per GPU mends that.")  # fmt: skip
         elif op.high_us > gpus:
-            yield "note", f"The host launches the step's kernels in {takes}: a slow one is the bound, and not the GPUs."
+            yield "note", (f"The host launches the step's kernels in {takes}, the GPUs run them in {gpus:,.0f}: a slow host is "
+                           "the bound.")  # fmt: skip
 
 
 def _left_out(answer: WhatIf) -> Iterable[Statement]:

@@ -12,7 +12,7 @@ from loka_sim.cli import main
 from loka_sim.communication import NETWORK, NVLINK, Call, Collective, Communication, Parallel, Unit
 from loka_sim.dispatch.cost import Time
 from loka_sim.errors import UserError
-from loka_sim.host_time import called_on_several
+from loka_sim.host_time import SEVERAL_US, called_on_several
 from loka_sim.modelspec import Dim, ModelSpec, Site, linear_passes
 from loka_sim.schemas import problem
 from loka_sim.statements import statements
@@ -299,7 +299,11 @@ def test_a_slow_host_is_the_bound_on_several_gpus_alone(answer):
     decided = several.timelines[DECISION].ops[0]
     bound = f"The host is the bound: it launches the step's kernels in some {decided.us:,.0f} us"
     assert any(text.startswith(bound) for text in said)
-    assert not any("The host is the bound" in text for _, text in statements(fast))
+    assert not any("host is the bound" in text.lower() for _, text in statements(fast))
+    unless, slow = "The host is the bound, unless it is a fast one", "a slow host is the bound"
+    for share, level, words in ((1.1, "warning", unless), (0.9, "note", slow)):
+        like_it = dataclasses.replace(several, host_step_us=share * SEVERAL_US * gpus / decided.us)
+        assert [said for said, text in statements(like_it) if words in text] == [level]
     # A CUDA graph needs no host, and of an unknown step nobody knows what is launched.
     one = dataclasses.replace(several, communication=None)
     assert HOST not in one.timelines[BF16].streams and HOST not in answer.timelines[BF16].streams
