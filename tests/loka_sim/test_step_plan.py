@@ -292,7 +292,7 @@ def test_a_slow_host_is_the_bound_on_several_gpus_alone(answer):
     assert host.us == called_on_several(launches + batched, answer.communication).us
     assert made.total_us == pytest.approx(host.us) and made.interval()[0] < host.us < made.interval()[1]
     assert host.us > made.busy_us(COMPUTE)
-    fast = dataclasses.replace(several, host_step_us=300.0)
+    fast = dataclasses.replace(several, host_step_us=100.0)
     gpus = max(end for op, end in zip(made.ops, made.ends, strict=True) if op.stream != HOST)
     assert fast.timelines[BF16].total_us == pytest.approx(gpus)
     said = [text for level, text in statements(several) if level == "warning"]
