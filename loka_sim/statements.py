@@ -20,6 +20,7 @@ from perfmodel.kernels import KERNELS, LIBRARIES, library_of
 from perfmodel.timeline import HOST
 
 if TYPE_CHECKING:
+    from loka_sim.communication import Communication
     from loka_sim.whatif import WhatIf
 
 Statement = tuple[str, str]
@@ -203,8 +204,18 @@ def _left_out(answer: WhatIf) -> Iterable[Statement]:
             share = slowest(answer.parallel.gpus) - 1
             gaps = f"A host launches the kernels one by one, {CALLED_GAP_US:.0f} us between two. " if answer.others else ""
             yield "note", ("On several GPUs tables are spread evenly, what reads them waits for the embeddings, and the step "
-                           f"ends with the last reduction. {gaps}The slowest GPU is waited for, {share:.1%} slower than the "
-                           f"mean. {_overlap(answer)}")  # fmt: skip
+                           f"ends with the last reduction. {_sharded(answer.communication)}{gaps}The slowest GPU is waited "
+                           f"for, {share:.1%} slower than the mean. {_overlap(answer)}")  # fmt: skip
+
+
+def _sharded(found: Communication) -> str:
+    """What FSDP is taken to shard."""
+    if found.parallel.dense == "ddp":
+        return ""
+    layers = sum(not unit.kept for unit in found.units)
+    if layers < len(found.units):
+        return f"FSDP shards {layers} layers, and the model around them. "
+    return "FSDP shards parts of 25 MiB, since no sites' names are those of layers. "
 
 
 def _overlap(answer: WhatIf) -> str:

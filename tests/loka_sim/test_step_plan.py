@@ -310,6 +310,15 @@ def test_a_slow_host_is_the_bound_on_several_gpus_alone(answer):
     assert HOST in timelines(one, called=True)[BF16].streams
 
 
+def test_what_fsdp_shards_is_said():
+    said = {}
+    for model, dense in (("wukong-small", "fsdp"), ("dlrm-small", "hsdp"), ("wukong-small", "ddp")):
+        answer = loka_sim.whatif(model, gpus=2, dense=dense)
+        said[model, dense] = " ".join(text for _, text in statements(answer))
+    assert "FSDP shards 3 layers, and the model around them." in said["wukong-small", "fsdp"]
+    assert "FSDP shards parts of 25 MiB" in said["dlrm-small", "hsdp"] and "FSDP" not in said["wukong-small", "ddp"]
+
+
 def test_a_zoo_models_step_is_its_whole_forward_and_backward_and_the_update():
     answer = loka_sim.whatif("dlrm-small")
     update = sum(other.time.us for other in answer.others if other.phase in (TABLE_UPDATE, OPTIMIZER))
