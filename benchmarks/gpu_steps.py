@@ -79,9 +79,7 @@ def predicted(
         hardware: The GPU.
         host_step_us: How fast the host was, see `hil.host.step_us`.
     """
-    answer = replace(
-        whatif(model, batch=batch, gpus=max(gpus, 2), hardware=hardware, dense=dense), host_step_us=host_step_us
-    )
+    answer = replace(whatif(model, batch=batch, gpus=max(gpus, 2), hardware=hardware, dense=dense), host_step_us=host_step_us)
     found = answer.communication
     assert found is not None and found.timing is not None
     own = pieces(answer, hardware, precision)
