@@ -10,8 +10,8 @@ from typing import NamedTuple
 from loka_sim.modelspec import ModelSpec, Site
 
 BF16_BYTES = 2
-BUCKET_BYTES = 25 * 2**20
-"""Default `bucket_cap_mb` of `torch.nn.parallel.DistributedDataParallel`."""
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
+"""Defaults of `torch.nn.parallel.DistributedDataParallel`: of what it reduces first, and of all else."""
 _LAYER = re.compile(r"(?:.+?\.)??\d+(?=\.)")
 
 
@@ -30,9 +30,9 @@ class Part(NamedTuple):
 
 
 def buckets(spec: ModelSpec) -> list[Part]:
-    """As DDP reduces gradients, in forward order: filled from the end, at least `BUCKET_BYTES` each but for the first."""
+    """As DDP reduces gradients, in forward order: filled from the end, each until it is as large as its limit or larger."""
     weights, rest = _weights(spec)
-    parts = [Part(tuple(reversed(sites)), size) for sites, size in reversed(_filled(reversed(weights)))]
+    parts = [Part(tuple(reversed(sites)), size) for sites, size in reversed(_filled(reversed(weights), FIRST_BUCKET_BYTES))]
     return _with_rest(parts, rest)
 
 
@@ -91,15 +91,15 @@ def _weights(spec: ModelSpec) -> tuple[list[tuple[str, int]], int]:
     return weights, max(total - sum(size for _, size in weights), 0)
 
 
-def _filled(weights: Iterable[tuple[str, int]]) -> list[tuple[tuple[str, ...], int]]:
-    """Parts of at least `BUCKET_BYTES` but for the last."""
+def _filled(weights: Iterable[tuple[str, int]], first: int = BUCKET_BYTES) -> list[tuple[tuple[str, ...], int]]:
+    """Parts of at least `BUCKET_BYTES`, or `first`, but for the last."""
     parts: list[tuple[tuple[str, ...], int]] = []
     names: list[str] = []
     filled = 0
     for name, size in weights:
         names.append(name)
         filled += size
-        if filled >= BUCKET_BYTES:
+        if filled >= (BUCKET_BYTES if parts else first):
             parts.append((tuple(names), filled))
             names, filled = [], 0
     return [*parts, (tuple(names), filled)] if names else parts

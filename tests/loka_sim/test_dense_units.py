@@ -1,11 +1,14 @@
 """What travels together: against the modules that torch's own wrappers would make, and by hand."""
 
+import json
+
 import pytest
 from torch import nn
 
 from loka_sim import resolve, zoo
 from loka_sim.dense_units import BUCKET_BYTES, buckets, dense_tensors, layer_of, shards
 from loka_sim.zoo.common import Tables
+from perfmodel.data_folder import data_folder
 
 NAMES = ("dlrm-production", "dcnv2-production", "wukong-production", "interformer-production", "wukong-small")
 
@@ -45,7 +48,16 @@ def test_buckets_hold_everything_once_and_all_but_one_are_full(name):
     assert sum(part.size_bytes for part in found) == 2 * spec.dense_parameters
     sites = [site for part in found for site in part.sites]
     assert len(sites) == len(set(sites)) and sites == [site.name for site in spec.sites if site.name in set(sites)]
-    assert all(part.size_bytes >= BUCKET_BYTES for part in found[1:]) and not any(part.kept for part in found)
+    assert all(part.size_bytes >= BUCKET_BYTES for part in found[1:-1]) and not any(part.kept for part in found)
+
+
+STEPS = [step for name in ("h100", "h200") for step in json.loads((data_folder() / name / "gpu_steps.json").read_text())["steps"]]
+MEASURED = {step["model"]: step["all_reduces"] for step in STEPS if step["dense"] == "ddp"}
+
+
+@pytest.mark.parametrize(("name", "all_reduces"), MEASURED.items())
+def test_as_many_buckets_as_ddp_reduced_on_gpus(name, all_reduces):
+    assert len(buckets(resolve.resolve_model(name))) == all_reduces
 
 
 @pytest.mark.parametrize("name", NAMES)
