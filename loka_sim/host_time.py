@@ -42,16 +42,18 @@ def called(launches: int, host_step_us: float | None = None) -> Time:
     return _time(STEP + LAUNCH * launches, host_step_us, USUAL_US, KNOWN_HOST, ANY_HOST)
 
 
-def called_on_several(launches: int, exchanged: Communication, host_step_us: float | None = None) -> Time:
+def called_on_several(launches: int, exchanged: Communication | None, host_step_us: float | None = None) -> Time:
     """Likewise on one of several GPUs, with what DDP or FSDP does around them.
 
     Args:
         launches: As of `called`.
-        exchanged: What the GPUs exchange.
+        exchanged: What the GPUs exchange; None for the host of several GPUs that has but one to serve.
         host_step_us: As of `called`.
     """
-    spread = BUCKET * len(exchanged.units) if exchanged.parallel.dense == "ddp" else TENSOR * exchanged.tensors
-    more = spread + EXCHANGE * (2 if exchanged.exchange else 0)
+    more = 0.0
+    if exchanged is not None:
+        spread = BUCKET * len(exchanged.units) if exchanged.parallel.dense == "ddp" else TENSOR * exchanged.tensors
+        more = spread + EXCHANGE * (2 if exchanged.exchange else 0)
     return _time(STEP + LAUNCH * launches + more, host_step_us, SEVERAL_US, KNOWN_HOSTS, ANY_HOSTS)
 
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
-from loka_sim import host_time
 from loka_sim.communication import Collective, Communication, Unit
 from loka_sim.dispatch.candidates import Row
 from loka_sim.dispatch.cost import Time
 from loka_sim.dispatch.steps import RUNTIME, as_run, torch_makes
+from loka_sim.host_time import called_on_several
 from loka_sim.overlap import slower
 from perfmodel.kernels import KERNELS
 from perfmodel.timeline import COMPUTE, HOST, Op, Timeline, schedule
@@ -397,8 +397,7 @@ def launching(answer: WhatIf, pieces: Sequence[Piece], called: bool | None = Non
     if not answer.others or not (found is not None if called is None else called):
         return None
     number = sum(piece.launches for piece in pieces if piece.phase in (FORWARD, LOSS, BACKWARD))
-    speed = answer.host_step_us
-    time = host_time.called(number, speed) if found is None else host_time.called_on_several(number, found, speed)
+    time = called_on_several(number, found, answer.host_step_us)
     return Op("launches of the forward and backward", HOST, *time, kind="launches", details={"launches": number})
 
 
