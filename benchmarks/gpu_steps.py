@@ -27,7 +27,7 @@ from benchmarks.whole_step import judge
 from loka_sim import step_plan
 from loka_sim.dispatch.cost import Time
 from loka_sim.files import write_bytes_atomic
-from loka_sim.overlap import slower
+from loka_sim.overlap import IN_STEP, slower
 from loka_sim.step_plan import BACKWARD, BF16, DECISION, LAUNCHED, OPTIMIZER, TABLE_UPDATE, Piece, plan
 from loka_sim.validation.runnable import TABLE_ROWS
 from loka_sim.whatif import WhatIf, whatif
@@ -177,6 +177,26 @@ def show(steps: Sequence[dict[str, Any]], hardware: str) -> None:
         judge("if nothing slowed anything", unslowed, [])
 
 
+def lost_ms(step: dict[str, Any]) -> float | None:
+    """How much longer a measured step's kernels took with its collectives than without; None where that was not profiled."""
+    rows = (step.get("profile") or {}).get("kernels")
+    # Kernels that a step without collectives has not are copies into buckets and the like.
+    return None if rows is None else sum(row["ddp_us"] - row["us"] for row in rows if row["launches"]) / 1e3
+
+
+def show_lost(steps: Sequence[dict[str, Any]], hardware: str) -> None:
+    """What steps under DDP that the GPUs bound lost to their collectives, and were told to."""
+    ratios = []
+    for step in steps:
+        if step["ranks"] == 1 or is_of_the_host(step) or (lost := lost_ms(step)) is None:
+            continue
+        told = predicted(*(step[name] for name in KEY), hardware=hardware)["slowed_ms"]
+        print(f"{_named(step)}{lost:9.2f}{told:10.2f}{told / lost - 1:+8.1%}")
+        ratios.append(told / lost)
+    if ratios:
+        judge(f"lost to collectives (kernels lose {IN_STEP} times what pairs do; found with these)", ratios, [])
+
+
 def show_hosts(steps: Sequence[dict[str, Any]], hardware: str) -> None:
     """Steps of one rank that exchanges with itself: what the host takes, given how fast it was."""
     ratios, inside = [], []
@@ -232,6 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 3
     steps = json.loads(measured.read_text())["steps"]
     show(steps, options.hardware)
+    show_lost(steps, options.hardware)
     show_hosts(steps, options.hardware)
     if said.is_file():
         show_said(json.loads(said.read_text())["sets"], steps)

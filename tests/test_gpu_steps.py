@@ -10,6 +10,7 @@ from loka_sim.dense_units import BUCKET_BYTES
 from loka_sim.step_plan import GPUS_DEVIATION
 from loka_sim.whole_step import CALLED_GAP_US, launched
 from perfmodel import fused
+from perfmodel.data_folder import data_folder
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,24 @@ def test_measured_steps_take_the_place_of_earlier_ones(tmp_path, capsys):
     assert gpu_steps.is_of_the_host(steps[0])
     gpu_steps.show(steps, "h100")
     assert "the host was the bound" in capsys.readouterr().out
+
+
+def test_what_steps_lost_to_collectives_is_told(capsys):
+    """Of what was profiled on H200s: kernels with DDP's exchanges over the same without, copies into buckets left out."""
+    steps = json.loads((data_folder() / "h200" / "gpu_steps.json").read_text())["steps"]
+    wukong = next(step for step in steps if (step["model"], step["batch"], step["dense"]) == ("wukong-production", 3072, "ddp"))
+    rows = wukong["profile"]["kernels"]
+    assert any(not row["launches"] for row in rows)
+    assert gpu_steps.lost_ms(wukong) == pytest.approx(sum(row["ddp_us"] - row["us"] for row in rows if row["us"]) / 1e3)
+    gpu_steps.show_lost([wukong, {**wukong, "profile": None}, {**wukong, "ranks": 1}], "h200")
+    told = predicted_lost(capsys.readouterr().out)
+    assert len(told) == 1 and abs(told[0] - 1) < 0.1
+
+
+def predicted_lost(text):
+    """Told over measured of each line that `show_lost` prints of a step."""
+    lines = [line.split() for line in text.splitlines() if line.startswith("wukong")]
+    return [float(line[-2]) / float(line[-3]) for line in lines]
 
 
 def test_a_step_is_asked_for_in_full_or_in_short():
