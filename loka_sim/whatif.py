@@ -141,7 +141,7 @@ class WhatIf:
         others: What the step holds beside the sites' GEMMs; nothing where the specification does not say.
         converted: The same of the step as decided, its quantization among them; None where it is not known.
         runs: What runs the decision, and its launches' times then; None for these alone.
-        host_step_us: How fast the calibration's host is, see `host_time.called`; None where that is not known.
+        host_step_us: How fast the calibration's host is, or the cluster's, see `host_time.called`; None where that is not known.
         borrowed: What of `others` was measured on another GPU, see `whole_step.borrowed`.
     """
 
@@ -248,6 +248,9 @@ def whatif(
     folder = None if calibration is None else str(calibration)
     parallel = Parallel(gpus, cluster_of(cluster, hardware), dense, exchange)
     place = cluster.name if isinstance(cluster, Cluster) else None if cluster is None else str(cluster)
+    host_step_us = None if measured is None else measured.host_step_us
+    if host_step_us is None and parallel.cluster is not None:
+        host_step_us = parallel.cluster.host_step_us
     settings = Settings(
         name, size, gpus, hardware, statistics, names, max_mere, min_speedup, folder, chosen, place, dense, exchange
     )
@@ -286,7 +289,7 @@ def whatif(
     steps, fp8 = model_steps(spec, costs, sites, decider, torch, others, timing, runs)
     return WhatIf(
         settings, spec, _hardware(timing), known, sites, steps, exchanged, times, decider.toolbox, parallel, others, fp8,
-        runs["decision"], None if measured is None else measured.host_step_us, borrowed(timing.hardware) if others else {},
+        runs["decision"], host_step_us, borrowed(timing.hardware) if others else {},
     )  # fmt: skip
 
 

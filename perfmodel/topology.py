@@ -45,6 +45,8 @@ class Cluster:
             `hierarchical` for jobs that reduce inside the host first by themselves.
         uncertainty: Share by which the network's part may be off either way, for 90% intervals: an assumption, since no
             measurement of this network stands behind it.
+        host_step_us: What a host takes for the step that tells how fast it launches kernels, in microseconds (`python -m
+            hil.host`); None where that is not known.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Cluster:
     message_us: float = 1.0
     algorithms: tuple[str, ...] = ("ring", "tree")
     uncertainty: float = 0.25
+    host_step_us: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no cluster can be.
@@ -73,10 +76,13 @@ class Cluster:
         ranges = {
             "nic_gbps": (0.0, math.inf), "nic_efficiency": (0.0, 1.0), "oversubscription": (1.0, math.inf),
             "hop_us": (0.0, 1e6), "host_hop_us": (0.0, 1e6), "message_us": (0.0, 1e6), "uncertainty": (0.0, 0.99),
+            "host_step_us": (0.0, 1e6),
         }  # fmt: skip
-        positive = ("nic_gbps", "nic_efficiency")
+        positive = ("nic_gbps", "nic_efficiency", "host_step_us")
         for name, (least, most) in ranges.items():
             value = getattr(self, name)
+            if name == "host_step_us" and value is None:
+                continue
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not least <= value <= most or (name in positive and not value > 0):
                 said = f"above {least:g}" if name in positive else f"at least {least:g}"

@@ -310,6 +310,15 @@ def test_a_slow_host_is_the_bound_on_several_gpus_alone(answer):
     assert HOST in timelines(one, called=True)[BF16].streams
 
 
+def test_a_cluster_says_how_fast_its_hosts_are(tmp_path):
+    (tmp_path / "mine.yaml").write_text("name: mine\npreset: hgx_h200\nhost_step_us: 3100\n")
+    known, unknown = (loka_sim.whatif("wukong-small", gpus=2, cluster=path) for path in (tmp_path / "mine.yaml", None))
+    (host, *_), (any_host, *_) = (answer.timelines[BF16].ops for answer in (known, unknown))
+    assert host.us == pytest.approx(any_host.us * 3100 / SEVERAL_US)
+    assert host.high_us / host.low_us < any_host.high_us / any_host.low_us
+    assert known.to_dict()["communication"]["cluster"]["host_step_us"] == 3100
+
+
 def test_what_fsdp_shards_is_said():
     said = {}
     for model, dense in (("wukong-small", "fsdp"), ("dlrm-small", "hsdp"), ("wukong-small", "ddp")):

@@ -181,6 +181,8 @@ def test_a_file_may_start_from_a_preset():
         ({"name": "c", "nic_gbps": True}, "nic_gbps True is no number"),
         ({"name": "c", "nic_gbps": math.nan}, "nic_gbps nan is no number"),
         ({"name": "c", "nic_gbps": 400, "nic_efficiency": 0}, "nic_efficiency 0 is no number above 0 and at most 1"),
+        ({"name": "c", "nic_gbps": 400, "host_step_us": 0}, "host_step_us 0 is no number above 0 and at most 1e"),
+        ({"name": "c", "nic_gbps": 400, "host_step_us": "slow"}, "host_step_us 'slow' is no number above 0 and at most 1e"),
         ({"name": "c", "nic_gbps": 400, "oversubscription": 0.5}, "oversubscription 0.5 is no number at least 1"),
         ({"name": "c", "nic_gbps": 400, "gpus_per_host": 0}, "gpus_per_host 0 is no positive integer"),
         ({"name": "c", "nic_gbps": 400, "gpus_per_host": 4, "rails": 8}, "rails 8 does not divide the 4 GPUs"),
