@@ -27,7 +27,7 @@ from benchmarks.whole_step import judge
 from loka_sim import step_plan
 from loka_sim.dispatch.cost import Time
 from loka_sim.files import write_bytes_atomic
-from loka_sim.overlap import IN_STEP, slower
+from loka_sim.overlap import IN_STEP
 from loka_sim.step_plan import BACKWARD, BF16, DECISION, LAUNCHED, OPTIMIZER, TABLE_UPDATE, Piece, plan
 from loka_sim.validation.runnable import TABLE_ROWS
 from loka_sim.whatif import WhatIf, whatif
@@ -62,7 +62,8 @@ def pieces(answer: WhatIf, hardware: str, precision: str) -> list[Piece]:
     gap = Piece(BACKWARD, "between these kernels", GAP, Time(gap_us, 0.5 * gap_us, 1.5 * gap_us))
     run = [piece for piece in own if piece.phase not in (OPTIMIZER, TABLE_UPDATE)]
     beside = [*(piece for other in more for piece in other.pieces()), gap]
-    return [*run, *(step_plan.longer(piece, step_plan.slowest(answer.parallel.gpus)) for piece in beside)]
+    factor = step_plan.slowest(answer.parallel.gpus)
+    return [*run, *(step_plan.longer(piece, factor) for piece in beside)]
 
 
 def predicted(
@@ -81,15 +82,15 @@ def predicted(
     """
     answer = replace(whatif(model, batch=batch, gpus=max(gpus, 2), hardware=hardware, dense=dense), host_step_us=host_step_us)
     found = answer.communication
-    assert found is not None and found.timing is not None
+    assert found is not None
     own = pieces(answer, hardware, precision)
     ops = plan(own, found)
-    step, of_gpus = step_plan.timeline(answer, own), schedule(ops, slower(ops, found.timing))
+    step = step_plan.timeline(answer, own)
     host = next(op for op in step.ops if op.stream == HOST)
     return {
         "one_ms": schedule(plan(own)).total_us / 1e3,
         "several_ms": [end / 1e3 for end in (step.total_us, *step.interval())],
-        "gpus_ms": of_gpus.total_us / 1e3,
+        "gpus_ms": step.gpu_us / 1e3,
         "host_ms": [end / 1e3 for end in (host.us, host.low_us, host.high_us)],
         "unslowed_ms": schedule(ops).total_us / 1e3,
         "exposed_ms": step.exposed_us / 1e3,

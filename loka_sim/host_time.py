@@ -24,7 +24,7 @@ USUAL_US = 4700.0
 ANY_HOST = 0.80, 1.55
 # What comes on top in a job of several GPUs, in the same unit: an all-to-all, a bucket of DDP (the compiled graph is cut there,
 # too), a tensor that FSDP shards. Of eight steps of one H200 that exchanged with itself, host-bound, and with the small network
-# timed beside each, the told are 0.79 to 1.28 times as long (`python -m benchmarks.gpu_steps --hardware h200`).
+# timed beside each, the told are 0.70 to 1.27 times as long (`python -m benchmarks.gpu_steps --hardware h200`).
 EXCHANGE, BUCKET, TENSOR = 0.15, 0.08, 0.06
 KNOWN_HOSTS = 0.72, 1.40
 # What the small network took on hosts of several GPUs, by what they took for the steps of data/h*/gpu_steps.json: 4.1 to 9.7 ms.

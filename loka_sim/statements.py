@@ -172,7 +172,7 @@ def _host(answer: WhatIf) -> Iterable[Statement]:
     elif not answer.communication.missing:
         made = answer.timelines[DECISION]
         op = next(op for op in made.ops if op.stream == HOST)
-        gpus = max(end for op, end in zip(made.ops, made.ends, strict=True) if op.stream != HOST)
+        gpus = made.gpu_us
         takes = f"some {op.us:,.0f} us ({op.low_us:,.0f} to {op.high_us:,.0f}, as fast and busy as it is)"
         if op.low_us > gpus:
             yield "warning", (f"The host is the bound: it launches the step's kernels in {takes}, the GPUs run them in "

@@ -202,8 +202,8 @@ def _gathered(
 ) -> None:
     """A forward or backward: each unit gathered while the one before it computes, and reduced behind its last run."""
     order = list(dict.fromkeys(number for number, _ in runs if number is not None))
-    held = phase == "backward"
-    loose = [number for number, unit in enumerate(units) if not unit.sites and unit.gather and not (held and unit.kept)]
+    again = phase == "backward"
+    loose = [number for number, unit in enumerate(units) if not unit.sites and unit.gather and not (again and unit.kept)]
     waiting = [*loose, *(number for number in order if units[number].gather)]
 
     def fetch() -> None:
@@ -366,7 +366,7 @@ def pieces_of(
             own quantizers.
         called: Whether a host launches the kernels one by one; None for so on several GPUs, and for a CUDA graph on one.
     """
-    others = beside(answer, converted, answer.communication is not None if called is None else called)
+    others = beside(answer, converted, _is_called(answer, called))
     # What is known of all kernels holds the norms, activations and bias gradients that each site knows of too.
     between = answer.runs.between if answer.runs else None
     known = times or (between or answer.run).of
@@ -380,7 +380,15 @@ def pieces_of(
         return [as_run(row, known) if converted.runner != RUNTIME else row for row in beside_gemms]
 
     pieces = [*site_pieces(answer.sites, known, unfused, around=not others), *others]
-    return pieces if answer.communication is None else [longer(piece, slowest(answer.parallel.gpus)) for piece in pieces]
+    if answer.communication is None:
+        return pieces
+    factor = slowest(answer.parallel.gpus)
+    return [longer(piece, factor) for piece in pieces]
+
+
+def _is_called(answer: WhatIf, called: bool | None) -> bool:
+    """Whether a host launches the kernels one by one: as said, or where they are on several GPUs."""
+    return answer.communication is not None if called is None else called
 
 
 def launching(answer: WhatIf, pieces: Sequence[Piece], called: bool | None = None) -> Op | None:
@@ -393,11 +401,10 @@ def launching(answer: WhatIf, pieces: Sequence[Piece], called: bool | None = Non
         pieces: Its kernels.
         called: As of `pieces_of`.
     """
-    found = answer.communication
-    if not answer.others or not (found is not None if called is None else called):
+    if not answer.others or not _is_called(answer, called):
         return None
     number = sum(piece.launches for piece in pieces if piece.phase in (FORWARD, LOSS, BACKWARD))
-    time = called_on_several(number, found, answer.host_step_us)
+    time = called_on_several(number, answer.communication, answer.host_step_us)
     return Op("launches of the forward and backward", HOST, *time, kind="launches", details={"launches": number})
 
 

@@ -33,7 +33,7 @@ _ROUNDED = 1e-9
 SLOWER_DEVIATION = 0.10
 """Standard deviation of the share by which all that operations take longer beside others is off together.
 
-Twice what it is in the steps that `loka_sim.overlap.IN_STEP` was found with.
+Twice what it is in seven measured steps (docs/steps.md).
 """
 
 
@@ -89,6 +89,11 @@ class Timeline:
     def total_us(self) -> float:
         """From the first start to the last end."""
         return max(self.ends, default=0.0)
+
+    @property
+    def gpu_us(self) -> float:
+        """From the first start to the last end of what runs on the GPU."""
+        return max((end for op, end in zip(self.ops, self.ends, strict=True) if op.stream != HOST), default=0.0)
 
     @cached_property
     def critical_path(self) -> tuple[int, ...]:

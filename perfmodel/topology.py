@@ -76,13 +76,11 @@ class Cluster:
         ranges = {
             "nic_gbps": (0.0, math.inf), "nic_efficiency": (0.0, 1.0), "oversubscription": (1.0, math.inf),
             "hop_us": (0.0, 1e6), "host_hop_us": (0.0, 1e6), "message_us": (0.0, 1e6), "uncertainty": (0.0, 0.99),
-            "host_step_us": (0.0, 1e6),
+            **({} if self.host_step_us is None else {"host_step_us": (0.0, 1e6)}),
         }  # fmt: skip
         positive = ("nic_gbps", "nic_efficiency", "host_step_us")
         for name, (least, most) in ranges.items():
             value = getattr(self, name)
-            if name == "host_step_us" and value is None:
-                continue
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not least <= value <= most or (name in positive and not value > 0):
                 said = f"above {least:g}" if name in positive else f"at least {least:g}"
