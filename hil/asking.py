@@ -32,9 +32,9 @@ KERNELS_ASKED = (
 )  # fmt: skip
 # What takes many products, and what draws those that are few and large.
 _BATCHED, _GROUPED = "torch/bf16_batched", "torch/fp8_grouped_rowwise_fast"
-# Shapes drawn at once, of all kinds, again of many products, of few large ones, of any sizes and of a short K; most values of a
-# result; bytes that torch may keep before it gives back what is free.
-_DRAWN, _MOST_OUTPUTS, _KEPT_BYTES = (600, 1200, 500, 400, 400), 2**29, 5e9
+# Shapes drawn at once, of all kinds, again of many products, of few large ones, of any sizes, of a short K and between the round
+# sizes; most values of a result; bytes that torch may keep before it gives back what is free.
+_DRAWN, _MOST_OUTPUTS, _KEPT_BYTES = (600, 1200, 500, 400, 400, 1500), 2**29, 5e9
 # Likewise of the largest calls: values of a result, and of both halves of the operands.
 _LARGE_OUTPUTS, _LARGE_POOL = 2**30, 2**32
 _KERNEL_NODE, _MEMSET_NODE, _RELAXED = 0, 2, 2
@@ -134,12 +134,13 @@ class Recorder:
 
 def shapes_to_ask(kernels: Sequence[str], seed: int, large: bool = False) -> list[Shape]:
     """A few hundred shapes for the kernels asked, a third of them of many products where any takes those; or `large` alone."""
-    everything, batched, grouped, odd, short = _DRAWN
+    everything, batched, grouped, *apart = _DRAWN
     if large:
         return drawn(everything, seed, kernels, which="large")
     more = drawn(batched, seed + 5, (_BATCHED,)) + drawn(grouped, seed + 6, (_GROUPED,)) if _BATCHED in kernels else []
-    apart = drawn(odd, seed + 7, kernels, which="odd") + drawn(short, seed + 8, kernels, which="short")
-    return drawn(everything, seed, kernels) + more + apart
+    for number, (count, which) in enumerate(zip(apart, ("odd", "short", "broad"), strict=True), 7):
+        more += drawn(count, seed + number, kernels, which=which)
+    return drawn(everything, seed, kernels) + more
 
 
 def keys_of(shapes: pd.DataFrame) -> npt.NDArray[np.uint64]:

@@ -6,6 +6,7 @@
     python -m hil.launches --out data/h200 --count 90000 --seed 9251 --minutes 1 --few --kernels torch/bf16_batched
     python -m hil.launches --out data/h200 --count 4000 --seed 9301 --minutes 2 --large --kernels '*'
     python -m hil.launches --out data/h200 --count 90000 --seed 9351 --minutes 1 --short
+    python -m hil.launches --out data/h200 --count 90000 --seed 9451 --minutes 4 --broad --kernels 'torch/*'
 
 Each shape is launched three times under torch's profiler, and the median of the kernels' durations is kept: 1,000 to 1,400 rows a
 second, where replays of graphs give 31 to 36. They are 6% from those replays on average, most of it the clocks'. What a library's
@@ -46,6 +47,7 @@ from hil.kernels.availability import absences, available_kernels
 from hil.kernels.base import Runner, Shape
 from hil.shapes import (
     batched_shapes,
+    broad_shapes,
     gemm_shapes,
     grouped_shapes,
     interaction_shapes,
@@ -91,9 +93,10 @@ def drawn(count: int, seed: int, kernels: Collection[str] = TORCH, *, which: str
         kernels: Which must take a shape, any of them.
         which: "odd" for `odd_shapes` and `odd_batched_shapes` instead, `count` of each that a kernel takes, in turn; "large" for
             `count` of `large_shapes`, "few" for as many of `tower_shapes`, products in few groups of any sizes, "short" of
-            `short_shapes`, large results of a short K, of which those stay that a kernel takes.
+            `short_shapes`, large results of a short K, "broad" of `broad_shapes`, sizes between the round ones, of which those
+            stay that a kernel takes.
     """
-    if which in (apart := {"large": large_shapes, "few": tower_shapes, "short": short_shapes}):
+    if which in (apart := {"large": large_shapes, "few": tower_shapes, "short": short_shapes, "broad": broad_shapes}):
         return [shape for shape in apart[which](count, seed) if any(takes(name, shape) for name in kernels)]
     if which == "odd":
         asked = {KERNELS[name].kind for name in kernels}
@@ -254,6 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("large", "shapes of the largest batches (hil.shapes.large_shapes)"),
         ("few", "products in few groups of any sizes (hil.shapes.tower_shapes)"),
         ("short", "large results of a short K (hil.shapes.short_shapes)"),
+        ("broad", "sizes between the round ones (hil.shapes.broad_shapes)"),
     ):
         draws.add_argument(f"--{which}", dest="which", action="store_const", const=which, default="layers", help=of)
     parser.add_argument(

@@ -301,6 +301,29 @@ def any_shapes(count: int, seed: int) -> list[Shape]:
     return list(shapes)
 
 
+def broad_shapes(count: int, seed: int) -> list[Shape]:
+    """`count` distinct GEMMs large and small of sizes between the round ones: log-uniform, not brought to what is usual.
+
+    M is of any divisor; N and K are multiples of 16 together (65%), of 8 together (15%), or each as it falls. Three in four are
+    single, M 32 to 524,288, N and K 16 to 16,384; the others 2 to 4,096 products, M and N 8 to 2,048, K 8 to 8,192. In three of
+    ten M and K are exchanged.
+    """
+    rng = np.random.default_rng(seed)
+    shapes: dict[Shape, None] = {}
+    while len(shapes) < count:
+        single, draw, swapped = rng.random() < 0.75, rng.random(), rng.random() < 0.3
+        largest = (524288, 16384, 16384) if single else (2048, 2048, 8192)
+        m, n, k = (round(_log_uniform(rng, *ends)) for ends in zip((32, 16, 16) if single else (8, 8, 8), largest, strict=True))
+        if swapped:
+            m, k = k, m
+        if draw < 0.8:
+            n, k = (_to_multiple(size, 16 if draw < 0.65 else 8) for size in (n, k))
+        shape = Shape(m, n, k, 1 if single else round(_log_uniform(rng, 2, 4096)))
+        if shape.largest_operand <= _MAX_OPERAND and 2.0 * shape.groups * shape.m * shape.n * shape.k <= _MAX_FLOPS:
+            shapes[shape] = None
+    return list(shapes)
+
+
 def mixed_shapes(count: int, seed: int) -> list[Shape]:
     """`gemm_shapes` with a tenth as many `batched_shapes` spread among them."""
     shapes = gemm_shapes(count, seed)
@@ -395,6 +418,7 @@ SWEEPS = {
     ("gemm", "grouped"): (grouped_shapes, 500),
     ("gemm", "tower"): (tower_shapes, 1600),
     ("gemm", "any"): (any_shapes, 400),
+    ("gemm", "broad"): (broad_shapes, 1000),
     ("memory", "lrm"): (memory_shapes, 320),
     ("memory", "wide"): (wide_memory_shapes, 100),
     ("memory", "narrow"): (narrow_memory_shapes, 120),
