@@ -36,7 +36,7 @@ TITLES = {
     "zoo": "Whole models", "blind": "Fresh shapes, of many processes", "blind2": "Fresh shapes, of many processes",
     "blind4": "Fresh shapes of `collect --gpu`", "blind14": "Shapes of any sizes",
     **dict.fromkeys(
-        tuple(f"blind{number}" for number in (15, 16, *range(19, 25))), "Shapes of any sizes as people write them"
+        tuple(f"blind{number}" for number in (15, 16, *range(19, 26))), "Shapes of any sizes as people write them"
     ),
     "blind_long": "Few products of long K", "blind_towers": "Few products of any sizes",
     "blind_towers2": "Few products of any sizes", "zoo_large": "Whole models' largest calls", "blind_large": "The largest calls",

@@ -133,7 +133,7 @@ class Recorder:
 
 
 def shapes_to_ask(kernels: Sequence[str], seed: int, large: bool = False) -> list[Shape]:
-    """A few hundred shapes for the kernels asked, a third of them of many products where any takes those; or `large` alone."""
+    """A few thousand shapes for the kernels asked, a third of them between the round sizes; or `large` alone."""
     everything, batched, grouped, *apart = _DRAWN
     if large:
         return drawn(everything, seed, kernels, which="large")

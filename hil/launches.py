@@ -82,10 +82,11 @@ _BLOCK = 128
 
 
 def drawn(count: int, seed: int, kernels: Collection[str] = TORCH, *, which: str = "layers") -> list[Shape]:
-    """Distinct shapes, up to a quarter more than `count`: of that 56% as `gemm_shapes`, 8% of whole blocks, 15% tall or wide.
+    """Distinct shapes, up to a half more than `count`: of that 56% as `gemm_shapes`, 8% of whole blocks, 15% tall or wide.
 
     And batched ones: 16% as interactions, 5% of any small sizes, 20% in few groups of any sizes, 5% that a grouped kernel takes,
-    21% where one is asked for. Kinds that none of the kernels takes are left out.
+    21% where one is asked for; and 15% between the round sizes, batched or not (`broad_shapes`). Kinds that none of the kernels
+    takes are left out.
 
     Args:
         count: Of those drawn, from which come those that a kernel takes.
@@ -107,7 +108,7 @@ def drawn(count: int, seed: int, kernels: Collection[str] = TORCH, *, which: str
     share: tuple[tuple[Callable[[int, int], list[Shape]], float], ...] = (
         (gemm_shapes, 0.56), (tall_shapes, 0.07), (wide_shapes, 0.08), (interaction_shapes, 0.16), (batched_shapes, 0.05),
         (partial(_block_shapes, rows=rows), 0.08), (grouped_shapes, 0.21 if any("grouped" in name for name in kernels) else 0.05),
-        (tower_shapes, 0.2),
+        (tower_shapes, 0.2), (broad_shapes, 0.15),
     )  # fmt: skip
     kinds = {"grouped" if "grouped" in name else KERNELS[name].kind for name in kernels}
     if "batched_gemm" in kinds:
@@ -115,7 +116,9 @@ def drawn(count: int, seed: int, kernels: Collection[str] = TORCH, *, which: str
     of: dict[Any, str] = dict.fromkeys((interaction_shapes, batched_shapes, tower_shapes), "batched_gemm")
     of[grouped_shapes] = "grouped"
     draws = [
-        (draw, round(part * count), number) for number, (draw, part) in enumerate(share, seed) if of.get(draw, "gemm") in kinds
+        (draw, round(part * count), number)
+        for number, (draw, part) in enumerate(share, seed)
+        if draw is broad_shapes or of.get(draw, "gemm") in kinds
     ]
     shapes = dict.fromkeys(chain.from_iterable(draw(part, number) for draw, part, number in draws))
     legal = [shape for shape in shapes if any(takes(name, shape) for name in kernels)]

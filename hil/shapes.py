@@ -266,7 +266,7 @@ def odd_batched_shapes(count: int, seed: int) -> list[Shape]:
 
 
 def any_shapes(count: int, seed: int) -> list[Shape]:
-    """`count` distinct GEMMs as people write sizes down, to judge by: no other draw, and nothing fitted, is drawn so.
+    """`count` distinct GEMMs as people write sizes down, to judge by: no other draw, and nothing fitted, is rounded so.
 
     Sizes are log-uniform: 3 in 10 brought to four steps an octave, 3 in 10 to one or two decimal digits, 2 in 10 to multiples of
     16, 2 in 10 left as they are; in half of the shapes N and K are multiples of 16 besides. 7 in 10 are single, M 64 to 524,288,

@@ -21,7 +21,7 @@ IN_STEP = 1.5
 """How many times as much kernels of a step lose beside its collectives as pairs lose that were run at once.
 
 With it what seven profiled steps lose in all (two GPUs of each kind, four H100s, in bf16 and as decided; `ddp_us` over `us` in
-the profiles of data/h*/gpu_steps.json) is told within 7%, without it 23% to 31% too short. Steps under FSDP had no say. Why is
+the profiles of data/h*/gpu_steps.json) is told within 7.3%, without it 23% to 31% too short. Steps under FSDP had no say. Why is
 not known: an all-reduce that waits for a slower GPU holds its multiprocessors all the same.
 """
 

@@ -77,7 +77,7 @@ __all__ = [
 NEVER_SEEN = {
     sweep: f"held_out_{sweep.replace('zoo', 'models')}"
     for sweep in (
-        "zoo", "blind", *(f"blind{number}" for number in range(2, 25)), "blind_long", "blind_towers", "blind_towers2",
+        "zoo", "blind", *(f"blind{number}" for number in range(2, 26)), "blind_long", "blind_towers", "blind_towers2",
         "zoo_large", "blind_large", "blind_memory", *(f"blind_memory{number}" for number in range(2, 10)),
     )
 }  # fmt: skip

@@ -137,7 +137,7 @@ def test_learning_goes_on_from_another_gpus_network(library, monkeypatch):
     kept, _ = choices.learn(KERNEL, few, spec, epochs=1, start=start, rate=1e-9)
     matrix = asked(KERNEL, *(few[x].to_numpy(float) for x in ("m", "n", "k", "groups")), spec)
     again = [choice.told(matrix)[0] for choice in (start, kept, more)]
-    assert (again[0] == again[1]).all(axis=1).mean() > 0.99 > (again[0] == again[2]).all(axis=1).mean()
+    assert (again[0] == again[1]).all(axis=1).mean() > 0.995 > (again[0] == again[2]).all(axis=1).mean()
     # Nor where it keeps nearly all that it was, however much it learns; by half it is neither the one nor the other.
     stays, _ = choices.learn(KERNEL, few, spec, epochs=4, start=start, keep=0.999)
     assert (stays.told(matrix)[0] == again[0]).all(axis=1).mean() > 0.99
@@ -303,7 +303,7 @@ def test_answers_of_earlier_runs_are_learned_from_and_not_asked_again(library, t
         ["--keep", "1"],
         ["--keep", "0.5"],
         ["--epochs", "0"],
-        ["--start", "h200", "--experts", "6", "--kernels", KERNEL],
+        ["--start", "h200", "--experts", "24", "--kernels", KERNEL],
         ["--earlier", str(tmp_path / "none.parquet")],
     ):
         with pytest.raises(SystemExit):
@@ -312,7 +312,7 @@ def test_answers_of_earlier_runs_are_learned_from_and_not_asked_again(library, t
     for why in (
         "none.parquet is not there", "--sure 2 is no share", "--sure is of what the networks of --start know",
         "--keep 1 is no share", "--keep is of the networks of --start",
-        f"--experts 6 is no multiple of the 4 networks of {KERNEL} in --start",
+        f"--experts 24 is no multiple of the 16 networks of {KERNEL} in --start",
     ):  # fmt: skip
         assert why in printed
 

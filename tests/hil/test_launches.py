@@ -7,7 +7,7 @@ import pytest
 
 from hil import launches
 from hil.kernels.base import Shape
-from hil.shapes import large_shapes, short_shapes, tower_shapes
+from hil.shapes import broad_shapes, gemm_shapes, large_shapes, short_shapes, tower_shapes, wide_shapes
 from perfmodel.measured import launch_files, read_launches
 
 
@@ -69,6 +69,28 @@ def test_the_largest_are_those_that_a_kernel_takes():
     shapes = launches.drawn(200, 5, which="large")
     assert shapes == large_shapes(200, 5) and max(s.k for s in shapes) > 2**21
     assert set(launches.drawn(200, 5, ("torch/bf16_batched",), which="large")) == {s for s in shapes if s.groups > 1} != set()
+
+
+def test_broad_shapes_lie_between_the_round_sizes():
+    """Where the usual draws have hardly any: over 10 GFLOP, FP8 takes them, and 64 divides none of their sizes."""
+    shapes = launches.drawn(3000, 5, which="broad")
+    assert shapes == broad_shapes(3000, 5) != broad_shapes(3000, 6) and len(set(shapes)) == 3000
+
+    def between(some):
+        single = [s for s in some if s.groups == 1 and s.n % 16 == s.k % 16 == 0 and 2 * s.m * s.n * s.k > 1e10]
+        return sum(s.m % 64 > 0 and s.n % 64 > 0 and s.k % 64 > 0 for s in single) / len(some)
+
+    usual = [*gemm_shapes(3000, 5), *wide_shapes(1000, 5), *launches.drawn(3000, 5, which="odd")]
+    assert between(shapes) > 0.05 > 20 * between(usual)
+    # Some are among what is launched and asked about by default.
+    assert 0.003 < between(launches.drawn(3000, 5)) and any(s in launches.drawn(3000, 5) for s in broad_shapes(450, 13))
+    assert 0.6 < sum(s.n % 16 == s.k % 16 == 0 for s in shapes) / 3000 < 0.75
+    many = [s for s in shapes if s.groups > 1]
+    assert 0.2 < len(many) / 3000 < 0.3 and min(s.groups for s in many) == 2 and max(s.groups for s in many) > 3000
+    assert max(s.m for s in shapes) > 400_000 and max(s.k for s in shapes) > 400_000 and max(s.n for s in shapes) > 16_000
+    assert all(s.largest_operand <= 2**29 and 2.0 * s.groups * s.m * s.n * s.k <= 2.2e12 for s in shapes)
+    fp8 = launches.drawn(3000, 5, ("torch/fp8_grouped_rowwise_fast",), which="broad")
+    assert fp8 == [s for s in many if s.n % 16 == s.k % 16 == 0 and s.groups < 1024]
 
 
 def test_few_are_products_in_few_groups():
