@@ -312,8 +312,8 @@ def broad_shapes(count: int, seed: int) -> list[Shape]:
     shapes: dict[Shape, None] = {}
     while len(shapes) < count:
         single, draw, swapped = rng.random() < 0.75, rng.random(), rng.random() < 0.3
-        largest = (524288, 16384, 16384) if single else (2048, 2048, 8192)
-        m, n, k = (round(_log_uniform(rng, *ends)) for ends in zip((32, 16, 16) if single else (8, 8, 8), largest, strict=True))
+        ends = ((32, 524288), (16, 16384), (16, 16384)) if single else ((8, 2048), (8, 2048), (8, 8192))
+        m, n, k = (round(_log_uniform(rng, smallest, largest)) for smallest, largest in ends)
         if swapped:
             m, k = k, m
         if draw < 0.8:
