@@ -40,7 +40,7 @@ TITLES = {
     ),
     "blind_long": "Few products of long K", "blind_towers": "Few products of any sizes",
     "blind_towers2": "Few products of any sizes", "zoo_large": "Whole models' largest calls", "blind_large": "The largest calls",
-    "blind_memory8": "Operands of the largest batches",
+    "blind_memory8": "Operands of the largest batches", "blind_memory10": "Operands of any sizes",
 }  # fmt: skip
 # Kernels of which `sweeps` tells one by one, torch's.
 SHOWN = {
@@ -119,11 +119,11 @@ def second(data: Data) -> None:
 
 
 def as_if_short(data: Data) -> None:
-    """What is bound by memory, of fresh sweeps, once more as if all that several workers timed had been short.
+    """What is bound by memory, of fresh sweeps of usual sizes, once more as if all that several workers timed had been short.
 
     Which timings were not is told by the model's expectations of others (`perfmodel.fit_alone`): here none has a say.
     """
-    rows = data.unseen[(data.unseen["sweep"] != "zoo") & ~data.unseen["own_clock"]]
+    rows = data.unseen[~data.unseen["sweep"].isin(["zoo", *APART]) & ~data.unseen["own_clock"]]
     rows = rows[["gemm" not in KERNELS[name].kind for name in rows["kernel"]]]
     if not rows["alone"].any():
         return

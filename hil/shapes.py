@@ -7,6 +7,8 @@ a 1-wide prediction, the 479 of DLRM's interaction), where only bf16 is legal.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from hil.kernels.base import Shape
@@ -265,6 +267,18 @@ def odd_batched_shapes(count: int, seed: int) -> list[Shape]:
     return list(shapes)
 
 
+def _written_size(rng: np.random.Generator, smallest: int, largest: int) -> int:
+    """A size as people write one down: by steps of an octave, by digits, a multiple of 16, or any."""
+    value, draw = _log_uniform(rng, smallest, largest), rng.random()
+    if draw < 0.3:
+        step = 2.0 ** (np.floor(np.log2(value)) - 2)
+    elif draw < 0.6:
+        step = 10.0 ** (np.floor(np.log10(value)) - int(rng.integers(0, 2)))
+    else:
+        step = 16.0 if draw < 0.8 else 1.0
+    return max(1, round(max(1, round(value / step)) * step))
+
+
 def any_shapes(count: int, seed: int) -> list[Shape]:
     """`count` distinct GEMMs as people write sizes down, to judge by: no other draw, and nothing fitted, is rounded so.
 
@@ -273,17 +287,7 @@ def any_shapes(count: int, seed: int) -> list[Shape]:
     N and K 16 to 16,384; the others 2 to 4,096 products, M and N 8 to 2,048, K 8 to 4,096. In 3 of 10 M and K are exchanged.
     """
     rng = np.random.default_rng(seed)
-
-    def size(smallest: int, largest: int) -> int:
-        value, draw = _log_uniform(rng, smallest, largest), rng.random()
-        if draw < 0.3:
-            step = 2.0 ** (np.floor(np.log2(value)) - 2)
-        elif draw < 0.6:
-            step = 10.0 ** (np.floor(np.log10(value)) - int(rng.integers(0, 2)))
-        else:
-            step = 16.0 if draw < 0.8 else 1.0
-        return max(1, round(max(1, round(value / step)) * step))
-
+    size = partial(_written_size, rng)
     shapes: dict[Shape, None] = {}
     while len(shapes) < count:
         single, aligned, swapped = (rng.random() < share for share in (0.7, 0.5, 0.3))
@@ -406,6 +410,35 @@ def narrow_memory_shapes(count: int, seed: int) -> list[Shape]:
     return list(shapes)
 
 
+def any_memory_shapes(count: int, seed: int) -> list[Shape]:
+    """`count` distinct (rows, columns) as people write sizes down, to judge by: rounded as `any_shapes`, as nothing fitted is.
+
+    Rows 16 to 1,048,576, columns 8 to 16,384.
+    """
+    rng = np.random.default_rng(seed)
+    shapes: dict[Shape, None] = {}
+    while len(shapes) < count:
+        rows, columns = _written_size(rng, 16, 1048576), _written_size(rng, 8, 16384)
+        if rows * columns <= _MAX_OPERAND // 2:
+            shapes[Shape(rows, 1, columns)] = None
+    return list(shapes)
+
+
+def broad_memory_shapes(count: int, seed: int) -> list[Shape]:
+    """`count` distinct (rows, columns) between the round ones: log-uniform, as they fall; columns of half multiples of 8.
+
+    Rows 16 to 1,048,576, columns 8 to 16,384.
+    """
+    rng = np.random.default_rng(seed)
+    shapes: dict[Shape, None] = {}
+    while len(shapes) < count:
+        rows, columns = round(_log_uniform(rng, 16, 1048576)), _log_uniform(rng, 8, 16384)
+        columns = _to_multiple(columns, 8) if rng.random() < 0.5 else round(columns)
+        if rows * columns <= _MAX_OPERAND // 2:
+            shapes[Shape(rows, 1, columns)] = None
+    return list(shapes)
+
+
 # Sweeps that can be drawn, by family and name, with how many shapes they take by default.
 SWEEPS = {
     ("gemm", "lrm"): (mixed_shapes, 4000),
@@ -423,4 +456,6 @@ SWEEPS = {
     ("memory", "wide"): (wide_memory_shapes, 100),
     ("memory", "narrow"): (narrow_memory_shapes, 120),
     ("memory", "large"): (large_memory_shapes, 60),
+    ("memory", "any"): (any_memory_shapes, 60),
+    ("memory", "broad"): (broad_memory_shapes, 60),
 }

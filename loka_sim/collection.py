@@ -63,8 +63,11 @@ PROCESS_BYTES = 9e9
 ENDING_S = 5.0
 # Other shapes than the shipped models were fitted to: on those a correction would seem better, and surer, than it is.
 SEED = 271_828
-# GEMMs of other kinds among those drawn as layers have them: without any, a fit is far off on them.
-OTHERS = {"grouped": 240, "interaction": 600, "tall": 200, "tower": 240, "wide": 200}
+# GEMMs and operands of other kinds among those drawn as layers have them: without any, a fit is far off on them.
+OTHERS = {
+    "gemm": {"broad": 240, "grouped": 240, "interaction": 600, "tall": 200, "tower": 240, "wide": 200},
+    "memory": {"broad": 60},
+}
 # Rows of a kernel that a correction of a shipped model is made from: it learns little from more, and its time is their cube.
 MOST_ROWS_REFINED = 400
 
@@ -274,10 +277,10 @@ def drawn(patterns: Sequence[str]) -> dict[str, list[tuple[Shape, tuple[str, ...
         shapes = draw(count, SEED)
         if family == "memory":
             whole = [shape for shape in shapes if not shape.m % 128 and not shape.k % 128]
-            others = [shape for shape in shapes if shape not in whole]
-            shapes = [*_spread(whole, others[: len(whole)]), *others[len(whole) :]]
-        elif family == "gemm":
-            shapes = _spread(shapes, *(DRAWN[family, name][0](number, SEED) for name, number in OTHERS.items()))
+            rest = [shape for shape in shapes if shape not in whole]
+            shapes = [*_spread(whole, rest[: len(whole)]), *rest[len(whole) :]]
+        others = (DRAWN[family, name][0](number, SEED) for name, number in OTHERS.get(family, {}).items())
+        shapes = _spread(shapes, *others)
         found[family] = [(shape, tuple(patterns)) for shape in shapes]
     return found
 

@@ -2,7 +2,8 @@
 
     python -m perfmodel.fit_alone --hardware h200
 
-writes `data/h200/memory_alone.json`, before `python -m perfmodel.fit` is run on new timings of memory-bound kernels.
+writes `data/h200/memory_alone.json`, before `python -m perfmodel.fit` is run on new timings of memory-bound kernels; with
+`--rest` of those alone that were added since, as for a fresh sweep that is to judge a fit.
 
 What one of several workers times reads 0.345 us a launch short (`perfmodel.measured.SHARED_LAUNCH_US`), but not always: in one
 of fifteen goes of sixteen workers all kernels that are measured in turn read just that much longer than in the others, as if
@@ -109,15 +110,24 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m perfmodel.fit_alone", description=__doc__.splitlines()[0])
     parser.add_argument("--hardware", default="h200", choices=hardware_module.available())
+    parser.add_argument(
+        "--rest", action="store_true", help="tell of timings that were added since; those before stay as a fit has them"
+    )
     options = parser.parse_args(arguments)
     hardware = hardware_module.load(options.hardware)
     path = data_folder() / hardware.name / "memory.parquet"
-    rows = read_rows(path)
+    rows, whole = read_rows(path), pd.read_parquet(path, columns=["p50_us"])
     alone, shared = find(rows, hardware), rows["shared"].to_numpy()
-    whole = pd.read_parquet(path, columns=["p50_us"])
+    if options.rest:
+        if not path.with_name(ALONE_FILE).is_file():
+            parser.error(f"{path.with_name(ALONE_FILE)} is not there: leave out --rest")
+        known = json.loads(path.with_name(ALONE_FILE).read_text())
+        if len(whole) < known["timings"] or checksum(whole[: known["timings"]]) != known["checksum"]:
+            parser.error(f"{path.with_name(ALONE_FILE)} is of other timings: leave out --rest")
+        alone = np.where(rows["row"] < known["timings"], rows["row"].isin(known["rows"]), alone)
     document = {
         "schema_version": 1,
-        "command": f"python -m perfmodel.fit_alone --hardware {options.hardware}",
+        "command": f"python -m perfmodel.fit_alone --hardware {options.hardware}" + (" --rest" if options.rest else ""),
         "method": "rows of memory.parquet that several workers timed as one process does, as told by what was measured with them",
         "timings": len(whole),
         "checksum": checksum(whole),

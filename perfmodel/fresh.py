@@ -7,8 +7,9 @@ each family and size class are raised to the power at which they hold 90% of the
 asks for: split-conformal once more, by the shipped trees themselves. A sweep is judged by powers that it did not help to find. Of
 a library's largest calls (`perfmodel.choice.are_largest`) few are fitted, which asks for a power of their own; there a run stands
 for a sweep. Batched products in few groups (`perfmodel.prediction.in_few_groups`) are further off than one a sample, and ask for
-one more. So do GEMMs by how many digits their sizes take (`perfmodel.prediction.digits`): most sweeps are drawn as what teaches,
-of round sizes, and users' shapes need not be. Therefore the sweeps `WRITTEN`, of any sizes, count as a half if they are fewer.
+one more. So do GEMMs, and memory-bound kernels, by how many digits their sizes take (`perfmodel.prediction.digits`): most sweeps
+are drawn as what teaches, of round sizes, and users' shapes need not be. Therefore the sweeps `WRITTEN`, of any sizes, count as a
+half if they are fewer; of operands there is but one such, whose halves stand for two (`HALVED`).
 """
 
 from __future__ import annotations
@@ -36,13 +37,17 @@ Powers = Mapping[str, Sequence[float]]
 CLASSES = len(SIZE_CLASSES_US) + 1
 # Whole models' shapes: kept for judging alone.
 KEPT = ("zoo",)
-# Of any sizes, drawn unlike all that is fitted (`hil.shapes.any_shapes`, `blind14` as `odd_shapes`): of a family they count for
-# this share at least. By a quarter an H200's any sizes are inside 88.4% of torch's, 88.2% of ours and 87.4% of FBGEMM's, by a
-# half each 88.6% or more, and its usual calls hardly more often.
-WRITTEN = tuple(f"blind{number}" for number in (14, 15, 16, *range(19, 26)))
+# Of any sizes, drawn unlike all that is fitted (`hil.shapes.any_shapes`, operands as `any_memory_shapes`, `blind14` as
+# `odd_shapes`): of a family they count for this share at least. By a quarter an H200's GEMMs of any sizes were inside 88.4% of
+# torch's, 88.2% of ours and 87.4% of FBGEMM's, by a half each 88.6% or more, and its usual calls hardly more often.
+WRITTEN = (*(f"blind{number}" for number in (14, 15, 16, *range(19, 26))), "blind_memory10")
 WRITTEN_SHARE = 0.5
-# All GEMMs, but the largest calls, by the class of their digits.
-BY_DIGITS = "GEMMs, by digits"
+# Of operands of any sizes there is one sweep: halves of its shapes, one in turn for each, stand for two.
+HALVED = "blind_memory10"
+# What a family's few rows lean on, and each by the class of its calls' digits, but for the largest calls. Memory-bound ones of
+# the last class were inside 59% to 79% on both GPUs, of round draws and any, when nothing asked for more.
+KINDS = ("GEMMs", "quantizers", "other memory-bound")
+BY_DIGITS = tuple(f"{kind}, by digits" for kind in KINDS)
 # Behind a library's name, the family of its largest calls.
 LARGEST = ", largest GEMMs"
 # Behind a kernel's, that of its products in few groups.
@@ -64,10 +69,10 @@ def family_of(kernel: str) -> str:
 
 
 def kind_of(family: str) -> str:
-    """What a family's few rows lean on: all GEMMs', all libraries' quantizers, or their other kernels; "" of what is apart."""
+    """Which of `KINDS` a family's few rows lean on: all GEMMs', all libraries' quantizers, or the others; "" of what is apart."""
     if family.endswith((LARGEST, IN_FEW_GROUPS)):
         return ""
-    return "GEMMs" if family in KERNELS else "quantizers" if family.endswith("quantize_*") else "other memory-bound"
+    return KINDS[0] if family in KERNELS else KINDS[1] if family.endswith("quantize_*") else KINDS[2]
 
 
 @dataclass(frozen=True)
@@ -77,10 +82,10 @@ class Fresh:
     Attributes:
         family: `family_of` each row's kernel, or of its library's largest calls, or of its products in few groups, (rows,).
         size_class: Of its predicted time, (rows,).
-        sweep: Its sweep, and its run where it is of the largest calls, (rows,).
+        sweep: Its sweep, and its run where it is of the largest calls, or which half of `HALVED`, (rows,).
         needed: The logarithm of the power of its interval's factors at which the measurement is at an end of it, (rows,).
         heard: Whether it has a say, (rows,).
-        digits: Its class of `BY_DIGITS`, -1 for none, (rows,).
+        digits: Its class among all of `BY_DIGITS`, one kind's behind the other's, -1 for none, (rows,).
     """
 
     family: npt.NDArray[Any]
@@ -113,6 +118,9 @@ class Fresh:
         family, run = _families(rows), rows["run"].to_numpy()
         largest = np.array([name.endswith(LARGEST) for name in family], dtype=bool)
         sweep[largest] = [f"{name}, run {number}" for name, number in zip(sweep[largest], run[largest], strict=True)]
+        halved = np.flatnonzero(sweep == HALVED)
+        shape = rows.iloc[halved].groupby(["m", "k"], sort=False).ngroup()
+        sweep[halved] = [f"{HALVED}, half {number}" for number in shape % 2]
         return cls(family, size_class(predicted), sweep, needed, heard, _digits(rows))
 
     @cached_property
@@ -137,21 +145,21 @@ class Fresh:
         """
         heard = self.heard & (self.sweep != without)
         weight = self._weight(heard)
-        families, by_digits = self._of_families(heard, weight, self.needed), np.zeros(len(DIGITS) + 1)
-        if not (heard & (self.digits >= 0)).any():
-            return _powers(families)
+        families, by_digits = self._of_families(heard, weight, self.needed), np.zeros((len(BY_DIGITS), len(DIGITS) + 1))
         # Each by what the other leaves.
         for _ in range(2):
             rest = self.needed - self._of_each(families)
-            for number in range(len(by_digits)):
+            for number in range(by_digits.size):
                 mine = heard & (self.digits == number)
-                by_digits[number] = _beside(rest[mine], weight[mine], ALIKE_FAMILY_ROWS, 0.0)
+                by_digits.flat[number] = _beside(rest[mine], weight[mine], ALIKE_FAMILY_ROWS, 0.0)
             families = self._of_families(heard, weight, self.needed - _by_digits(by_digits, self.digits))
-        return _powers({**families, BY_DIGITS: by_digits.tolist()})
+        kinds = set((self.digits[heard & (self.digits >= 0)] // by_digits.shape[1]).tolist())
+        return _powers({**families, **{BY_DIGITS[kind]: by_digits[kind].tolist() for kind in sorted(kinds)}})
 
     def _weight(self, heard: npt.NDArray[np.bool_]) -> Array:
         """How many rows each counts for, (rows,), among those that are heard."""
-        weight, written = np.ones(len(heard)), np.isin(self.sweep.astype(str), WRITTEN)
+        names = [name.partition(", half")[0] for name in self.sweep.astype(str)]
+        weight, written = np.ones(len(heard)), np.isin(names, WRITTEN)
         for family in dict.fromkeys(self.family[heard & written].tolist()):
             mine = heard & self._rows_of[family]
             if usual := (mine & ~written).sum():
@@ -219,14 +227,15 @@ def _families(rows: pd.DataFrame) -> npt.NDArray[Any]:
 
 
 def _digits(rows: pd.DataFrame) -> npt.NDArray[np.int64]:
+    """Each row's class among all of `BY_DIGITS`, one kind's behind the other's, (rows,): -1 of the largest calls."""
     sizes = columns_of(rows)
-    gemm = np.array(["gemm" in KERNELS[name].kind for name in rows["kernel"]], dtype=bool)
-    return np.where(gemm & ~are_largest(sizes), digits(sizes), -1)
+    kind = np.array([KINDS.index(kind_of(family_of(name))) for name in rows["kernel"]], dtype=np.int64)
+    return np.where(are_largest(sizes), -1, digits(sizes) + kind * (len(DIGITS) + 1))
 
 
 def _by_digits(powers: Array, classes: npt.NDArray[np.int64]) -> Array:
-    """The logarithm of each row's, (rows,): 0 of what is none of `BY_DIGITS`."""
-    return np.where(classes >= 0, powers[classes], 0.0)
+    """The logarithm of each row's, (rows,), from those of `BY_DIGITS`, (kinds, classes): 0 of what is none of them."""
+    return np.where(classes >= 0, powers.flat[classes], 0.0)
 
 
 def _powers(logarithms: Mapping[str, Sequence[float]]) -> Powers:
@@ -237,7 +246,7 @@ def _power(family: npt.NDArray[Any], classes: npt.NDArray[np.int64], by_digits: 
     """Of each row, (rows,)."""
     numbers, names = pd.factorize(family)
     own = np.array([powers.get(name, [1.0] * CLASSES) for name in names.tolist()]).reshape(-1, CLASSES)[numbers, classes]
-    return own * np.exp(_by_digits(np.log(powers[BY_DIGITS]), by_digits)) if BY_DIGITS in powers else own
+    return own * np.exp(_by_digits(np.log([powers.get(name, [1.0] * (len(DIGITS) + 1)) for name in BY_DIGITS]), by_digits))
 
 
 def _raised(predicted: Array, bounds: Array, power: Array) -> Array:
@@ -275,7 +284,7 @@ def raise_factors(entries: Mapping[str, Any], powers: Powers) -> dict[str, Any]:
     """A manifest's kernels with the interval factors of each size class raised, and the powers by which: `interval_powers`.
 
     `wider_where_largest` is by how much further they are of the largest calls, which nearly all are of the last size class,
-    `wider_in_few_groups` likewise of products in few groups, `wider_by_digits` of GEMMs by that class.
+    `wider_in_few_groups` likewise of products in few groups, `wider_by_digits` by the class of a call's digits.
 
     Args:
         entries: By kernel.
@@ -290,7 +299,7 @@ def raise_factors(entries: Mapping[str, Any], powers: Powers) -> dict[str, Any]:
             result[kernel]["wider_where_largest"] = float(largest[-1] / own[-1])
         if few := powers.get(family_of(kernel) + IN_FEW_GROUPS):
             result[kernel]["wider_in_few_groups"] = float(few[-1] / own[-1])
-        if "gemm" in KERNELS[kernel].kind and (by_digits := powers.get(BY_DIGITS)):
+        if by_digits := powers.get(f"{kind_of(family_of(kernel))}, by digits"):
             result[kernel]["wider_by_digits"] = list(by_digits)
     return result
 

@@ -16,11 +16,14 @@ from hil.collect import COLUMNS, SWEEPS, Timings, legal_runners, main, matching,
 from hil.kernels import availability as kernels_room
 from hil.kernels.base import Shape
 from hil.shapes import (
+    any_memory_shapes,
     any_shapes,
+    broad_memory_shapes,
     gemm_shapes,
     grouped_shapes,
     large_memory_shapes,
     large_shapes,
+    memory_shapes,
     odd_shapes,
     short_shapes,
     tower_shapes,
@@ -505,6 +508,24 @@ def test_any_shapes_are_as_people_write_them():
     ]
     assert round_share[0] > 0.2 and max(round_share[1:]) < 0.1
     assert all(s.largest_operand <= 2**28 and 2 * s.m * s.n * s.k * s.groups <= 2.2e12 for s in shapes)
+
+
+def test_any_operands_are_as_people_write_them():
+    shapes = any_memory_shapes(400, 5)
+    assert len(set(shapes)) == 400 and any_memory_shapes(400, 5) == shapes != any_memory_shapes(400, 6)
+    assert all(s.n == s.groups == 1 and s.m * s.k <= 2**28 for s in shapes)
+    # Round decimals, as operands of layers seldom are, and columns that 16 does not divide.
+    written, usual = (
+        np.mean([s.m == float(f"{s.m:.1e}") for s in some if s.m >= 1000]) for some in (shapes, memory_shapes(400, 5))
+    )
+    assert written > 0.2 > 0.1 > usual
+    assert 0.3 < np.mean([s.k % 16 > 0 for s in shapes]) < 0.7
+    # What teaches such has other sizes: hardly any is written so.
+    teaching = broad_memory_shapes(400, 5)
+    assert len(set(teaching)) == 400 and broad_memory_shapes(400, 5) == teaching != broad_memory_shapes(400, 6)
+    assert np.mean([s.m == float(f"{s.m:.1e}") for s in teaching if s.m >= 1000]) < 0.1 and len(set(teaching) & set(shapes)) < 8
+    assert all(s.n == s.groups == 1 and s.m * s.k <= 2**28 for s in teaching)
+    assert 0.4 < np.mean([s.k % 8 == 0 for s in teaching]) < 0.7
 
 
 def test_towers_have_few_groups_of_any_sizes():

@@ -10,7 +10,7 @@ from perfmodel import data_folder, fit_alone
 from perfmodel import hardware as hardware_module
 from perfmodel.fit_alone import expected, find, others_say, read_rows
 from perfmodel.learn import OWN_CLOCK_WEIGHT, predict, train
-from perfmodel.measured import ALONE_FILE, SHARED_LAUNCH_US
+from perfmodel.measured import ALONE_FILE, SHARED_LAUNCH_US, checksum
 from perfmodel.memory_plan import launches
 
 KERNELS = ("torch/relu_forward", "torch/silu_forward", "torch/rmsnorm_forward", "torch/quantize_rowwise")
@@ -84,6 +84,17 @@ def test_the_command_writes_what_is_read(h200, tmp_path, monkeypatch, capsys):
     # Few: of what was measured in one go most kernels are not among these.
     assert 0 < len(document["rows"]) < 0.12 * kept.sum() and document["rows"] == sorted(set(document["rows"]))
     assert f"{len(document['rows'])} of {kept.sum()} rows" in capsys.readouterr().out
+    # Timings that were added since are told alone: what a fit went by stays.
+    half, path = int(kept.sum()) // 2, tmp_path / "h200" / ALONE_FILE
+    times = rows[kept].reset_index(drop=True)
+    path.write_text(json.dumps({**document, "timings": half, "checksum": checksum(times[:half]), "rows": [1, 2]}))
+    assert fit_alone.main(["--rest"]) == 0
+    rest = json.loads(path.read_text())
+    assert rest["rows"] == [1, 2, *(row for row in document["rows"] if row >= half)] and rest["timings"] == kept.sum()
+    path.write_text(json.dumps({**document, "checksum": 1}))
+    with pytest.raises(SystemExit):
+        fit_alone.main(["--rest"])
+    assert "is of other timings" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -1,5 +1,7 @@
 """Intervals as wide as fresh sweeps ask: closed forms of normal errors, who has a say, and the shipped powers."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -11,11 +13,13 @@ from perfmodel.fresh import (
     ALIKE_CLASS_ROWS,
     ALIKE_FAMILY_ROWS,
     BY_DIGITS,
+    HALVED,
     IN_FEW_GROUPS,
     LARGEST,
     WRITTEN_SHARE,
     Fresh,
     family_of,
+    kind_of,
     lower_factors,
     raise_bounds,
     raise_factors,
@@ -51,8 +55,8 @@ def inside(rows, bounds):
 def test_the_power_is_what_holds_nine_tenths_of_normal_errors():
     rows, predicted, bounds = rows_of(1.5)
     powers = Fresh.of(rows, predicted, bounds).powers()
-    assert list(powers) == [KERNEL, BY_DIGITS] and powers[KERNEL][2] == pytest.approx(1.5 * NORMAL, rel=0.02)
-    np.testing.assert_allclose(powers[BY_DIGITS], 1.0, atol=1e-3)
+    assert list(powers) == [KERNEL, BY_DIGITS[0]] and powers[KERNEL][2] == pytest.approx(1.5 * NORMAL, rel=0.02)
+    np.testing.assert_allclose(powers[BY_DIGITS[0]], 1.0, atol=1e-3)
     again, predicted, bounds = rows_of(1.5, seed=1)
     assert inside(again, raise_bounds(again, predicted, bounds, powers)).mean() == pytest.approx(0.9, abs=0.01)
 
@@ -66,7 +70,8 @@ def test_lopsided_intervals_are_widened_by_what_both_sides_ask():
 
 def test_few_rows_change_little_and_other_classes_take_the_familys():
     rows, predicted, bounds = rows_of(3.0, kernel="loka/quantize_rowwise", count=40)
-    asked = Fresh.of(rows, predicted, bounds)
+    # Of no class of digits, which would take a share of what they ask.
+    asked = replace(Fresh.of(rows, predicted, bounds), digits=np.full(40, -1))
     own = np.sort(asked.needed)
     wanted = np.quantile(own, 0.9 * 41 / 40)
     everyones = 40 * wanted / (40 + ALIKE_FAMILY_ROWS)
@@ -142,7 +147,7 @@ def test_products_in_few_groups_have_one_power_more_of_every_size():
     predicted[-40:], bounds[-40:] = predicted[-40:] / 20, bounds[-40:] / 20
     rows.loc[rows.index[-40:], "p50_us"] /= 20
     powers = Fresh.of(rows, predicted, bounds).powers()
-    assert list(powers) == [batched, batched + IN_FEW_GROUPS, BY_DIGITS]
+    assert list(powers) == [batched, batched + IN_FEW_GROUPS, BY_DIGITS[0]]
     np.testing.assert_allclose(np.divide(powers[batched + IN_FEW_GROUPS], powers[batched]), 2.0, rtol=0.05)
     entry = {"interval_factors": [[0.9, 1.2]] * 4, "range": {"product": [1.0, 2.0**50]}}
     raised = raise_factors({batched: entry, KERNEL: entry}, powers)
@@ -153,33 +158,54 @@ def test_products_in_few_groups_have_one_power_more_of_every_size():
     np.testing.assert_array_equal(in_few_groups(batched, sizes), [False, True, False])
     assert not in_few_groups("torch/fp8_grouped_rowwise_fast", sizes).any() and not in_few_groups(KERNEL, sizes).any()
     more = np.array([1.0, raised[batched]["wider_in_few_groups"]])
-    np.testing.assert_allclose(wider(batched, sizes, raised[batched])[:2], powers[BY_DIGITS][0] * more)
+    np.testing.assert_allclose(wider(batched, sizes, raised[batched])[:2], powers[BY_DIGITS[0]][0] * more)
 
 
-def test_sizes_of_many_digits_have_one_power_more_of_every_gemm():
-    """What is as far off by any kernel, and twice as far where sizes are not round."""
-    other = "loka/fp8_rowwise_fast"
+def test_sizes_of_many_digits_have_one_power_more_of_every_kernel_of_a_kind():
+    """What is as far off by any kernel of a kind, and GEMMs twice, quantizers 1.5 times as far where sizes are not round."""
+    other, quantizer, norm = "loka/fp8_rowwise_fast", "loka/quantize_rowwise", "torch/rmsnorm_forward"
     round_, any_ = ({"m": 4096, "n": 512, "k": 64}, {"m": 4095, "n": 511, "k": 63})
     rows, predicted, bounds = together(
         rows_of(1.0, "blind3", KERNEL, 20_000, 0, **round_),
         rows_of(2.0, "blind4", KERNEL, 20_000, 1, **any_),
         rows_of(1.0, "blind3", other, 20_000, 2, **round_),
         rows_of(2.0, "blind4", other, 20_000, 3, **any_),
-        # Of no GEMM.
-        rows_of(3.0, "blind3", "loka/quantize_rowwise", 20_000, 4, **any_),
+        rows_of(1.0, "blind3", quantizer, 20_000, 4, **round_),
+        rows_of(1.5, "blind4", quantizer, 20_000, 5, **any_),
     )
     asked = Fresh.of(rows, predicted, bounds)
-    assert set(asked.digits) == {-1, 0, 3}
+    assert set(asked.digits) == {0, 3, 4, 7}
     powers = asked.powers()
-    assert powers[BY_DIGITS][3] / powers[BY_DIGITS][0] == pytest.approx(2.0, rel=0.03) and powers[BY_DIGITS][1:3] == [1.0, 1.0]
+    gemms, quantizers = (powers[name] for name in BY_DIGITS[:2])
+    assert gemms[3] / gemms[0] == pytest.approx(2.0, rel=0.03) and quantizers[3] / quantizers[0] == pytest.approx(1.5, rel=0.03)
+    assert gemms[1:3] == quantizers[1:3] == [1.0, 1.0] and BY_DIGITS[2] not in powers
     found = inside(rows, raise_bounds(rows, predicted, bounds, powers))
-    assert all(found[start : start + 20_000].mean() == pytest.approx(0.9, abs=0.01) for start in range(0, 100_000, 20_000))
+    assert all(found[start : start + 20_000].mean() == pytest.approx(0.9, abs=0.01) for start in range(0, 120_000, 20_000))
     entry = {"interval_factors": [[0.9, 1.2]] * 4, "range": {"product": [1.0, 2.0**50]}}
-    raised = raise_factors({KERNEL: entry, "loka/quantize_rowwise": entry}, powers)
-    assert raised[KERNEL]["wider_by_digits"] == powers[BY_DIGITS] and "wider_by_digits" not in raised["loka/quantize_rowwise"]
+    raised = raise_factors(dict.fromkeys((KERNEL, quantizer, norm), entry), powers)
+    assert raised[KERNEL]["wider_by_digits"] == gemms and raised[quantizer]["wider_by_digits"] == quantizers
+    assert "wider_by_digits" not in raised[norm]
     sizes = tuple(np.array(x, dtype=float) for x in ([4096, 4095, 2**21], [512, 511, 511], [64, 63, 1023], [1, 1, 1]))
-    np.testing.assert_allclose(wider(KERNEL, sizes, raised[KERNEL]), [powers[BY_DIGITS][0], powers[BY_DIGITS][3], 1.0])
+    np.testing.assert_allclose(wider(KERNEL, sizes, raised[KERNEL]), [gemms[0], gemms[3], 1.0])
     assert lower_factors(raised[KERNEL])["interval_factors"][2] == pytest.approx([0.9, 1.2])
+
+
+def test_halves_of_the_shapes_of_operands_of_any_sizes_judge_each_other():
+    """All rows of a shape in one half, as many shapes in either; together they have their sweep's weight."""
+    quantizer = "loka/quantize_rowwise"
+    rows, predicted, bounds = rows_of(3.0, HALVED, quantizer, 400)
+    rows = rows.assign(m=[8 * (1 + number // 4) for number in range(400)])
+    usual = rows_of(1.0, "blind_memory2", quantizer, 4000, 1)
+    both = together((rows, predicted, bounds), usual)
+    asked = Fresh.of(*both)
+    halves = pd.Series(asked.sweep[:400]).groupby(rows["m"].to_numpy()).agg(["nunique", "first"])
+    assert (halves["nunique"] == 1).all() and halves["first"].value_counts().tolist() == [50, 50]
+    weight = asked._weight(asked.heard)
+    assert (weight[400:] == 1).all() and weight[:400].sum() / weight.sum() == pytest.approx(WRITTEN_SHARE)
+    # Each is judged by what the other asks for, so by more than usual sizes would.
+    one, other = (asked.powers(f"{HALVED}, half {number}")["loka/quantize_*"][2] for number in (0, 1))
+    alone = Fresh.of(*usual).powers()["loka/quantize_*"][2]
+    assert min(one, other) > 1.2 * alone and one != other
 
 
 def test_digits_are_those_between_the_ones_at_both_ends():
@@ -272,8 +298,7 @@ def test_the_shipped_powers_are_those_of_the_shipped_sweeps(hardware):
         assert ("wider_in_few_groups" in entry) == (few is not None) == (kernel == "torch/bf16_batched")
         if few is not None:
             assert entry["wider_in_few_groups"] == pytest.approx(few[-1] / own[-1], rel=0.03)
-        by_digits = pytest.approx(powers[BY_DIGITS], rel=0.03) if "gemm" in KERNELS[kernel].kind else None
-        assert entry.get("wider_by_digits") == by_digits
+        assert entry["wider_by_digits"] == pytest.approx(powers[f"{kind_of(family_of(kernel))}, by digits"], rel=0.03)
     # Sweeps that had no say are covered as all are to be, by every family of which there are enough rows.
     found = inside(rows, asked.raised(predicted, bounds))
     for family in dict.fromkeys(asked.family.tolist()):

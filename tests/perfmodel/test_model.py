@@ -241,7 +241,8 @@ def test_an_explanation_says_whether_sizes_are_round(model):
     assert "its sizes are round" in replace(round_, wider_by_digits=0.8).words()
     assert "not round: an interval 1.2 times as wide" in replace(any_, wider_by_digits=1.2).words()
     assert "round" not in replace(any_, wider_by_digits=1.02).words()
-    assert model.explain({"kernel": "torch/relu_forward", "m": 8189, "n": 1, "k": 509}).wider_by_digits == 1
+    powers = model.manifest["kernels"]["torch/relu_forward"]["wider_by_digits"]
+    assert model.explain({"kernel": "torch/relu_forward", "m": 8189, "n": 1, "k": 509}).wider_by_digits == powers[-1] > 1
 
 
 def test_an_explanation_says_that_few_calls_as_large_were_timed(model):
