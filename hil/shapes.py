@@ -7,6 +7,7 @@ a 1-wide prediction, the 479 of DLRM's interaction), where only bf16 is legal.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -338,24 +339,32 @@ def mixed_shapes(count: int, seed: int) -> list[Shape]:
     return shapes
 
 
+def _operands(count: int, seed: int, draw: Callable[[np.random.Generator], tuple[int, int]]) -> list[Shape]:
+    """`count` distinct (rows, columns) as a draw has them, of up to 2^28 values."""
+    rng = np.random.default_rng(seed)
+    shapes: dict[Shape, None] = {}
+    while len(shapes) < count:
+        rows, columns = draw(rng)
+        if rows * columns <= _MAX_OPERAND // 2:
+            shapes[Shape(rows, 1, columns)] = None
+    return list(shapes)
+
+
 def memory_shapes(count: int, seed: int) -> list[Shape]:
     """`count` distinct (rows, columns) of operands that GEMMs read: activations, gradients and weights.
 
     Rows 256 to 524,288 for activations, features for weights (three in ten).
     """
-    rng = np.random.default_rng(seed)
-    shapes: dict[Shape, None] = {}
-    while len(shapes) < count:
-        draw = rng.random()
-        if draw < 0.3:
-            rows, columns = _feature(rng, odd=0.0), _feature(rng, odd=0.0)
-        elif draw < 0.5:
-            rows, columns = _rows(rng, 16384, 524288), _feature(rng, 1024, odd=0.0)
-        else:
-            rows, columns = _rows(rng), _feature(rng, odd=0.0)
-        if rows * columns <= _MAX_OPERAND // 2:
-            shapes[Shape(rows, 1, columns)] = None
-    return list(shapes)
+
+    def draw(rng: np.random.Generator) -> tuple[int, int]:
+        kind = rng.random()
+        if kind < 0.3:
+            return _feature(rng, odd=0.0), _feature(rng, odd=0.0)
+        if kind < 0.5:
+            return _rows(rng, 16384, 524288), _feature(rng, 1024, odd=0.0)
+        return _rows(rng), _feature(rng, odd=0.0)
+
+    return _operands(count, seed, draw)
 
 
 def large_memory_shapes(count: int, seed: int) -> list[Shape]:
@@ -391,23 +400,19 @@ def narrow_memory_shapes(count: int, seed: int) -> list[Shape]:
 
     Rows 256 to 524,288 of 1 to 96 or an odd number of columns; 1 to 1,024 rows of up to 16,384 columns; weights of such layers.
     """
-    rng = np.random.default_rng(seed)
 
-    def few(largest: int) -> int:
+    def few(rng: np.random.Generator, largest: int) -> int:
         return int(_log_uniform(rng, 1, largest + 1))
 
-    shapes: dict[Shape, None] = {}
-    while len(shapes) < count:
-        draw = rng.random()
-        if draw < 0.5:
-            rows, columns = _rows(rng, 256, 524288), few(96) if rng.random() < 0.8 else _feature(rng, odd=1.0)
-        elif draw < 0.8:
-            rows, columns = few(1024), _feature(rng, 16384, odd=0.3)
-        else:
-            rows, columns = _feature(rng, 2048, odd=0.3), _feature(rng, odd=0.5)
-        if rows * columns <= _MAX_OPERAND // 2:
-            shapes[Shape(rows, 1, columns)] = None
-    return list(shapes)
+    def draw(rng: np.random.Generator) -> tuple[int, int]:
+        kind = rng.random()
+        if kind < 0.5:
+            return _rows(rng, 256, 524288), few(rng, 96) if rng.random() < 0.8 else _feature(rng, odd=1.0)
+        if kind < 0.8:
+            return few(rng, 1024), _feature(rng, 16384, odd=0.3)
+        return _feature(rng, 2048, odd=0.3), _feature(rng, odd=0.5)
+
+    return _operands(count, seed, draw)
 
 
 def any_memory_shapes(count: int, seed: int) -> list[Shape]:
@@ -415,13 +420,7 @@ def any_memory_shapes(count: int, seed: int) -> list[Shape]:
 
     Rows 16 to 1,048,576, columns 8 to 16,384.
     """
-    rng = np.random.default_rng(seed)
-    shapes: dict[Shape, None] = {}
-    while len(shapes) < count:
-        rows, columns = _written_size(rng, 16, 1048576), _written_size(rng, 8, 16384)
-        if rows * columns <= _MAX_OPERAND // 2:
-            shapes[Shape(rows, 1, columns)] = None
-    return list(shapes)
+    return _operands(count, seed, lambda rng: (_written_size(rng, 16, 1048576), _written_size(rng, 8, 16384)))
 
 
 def broad_memory_shapes(count: int, seed: int) -> list[Shape]:
@@ -429,14 +428,12 @@ def broad_memory_shapes(count: int, seed: int) -> list[Shape]:
 
     Rows 16 to 1,048,576, columns 8 to 16,384.
     """
-    rng = np.random.default_rng(seed)
-    shapes: dict[Shape, None] = {}
-    while len(shapes) < count:
+
+    def draw(rng: np.random.Generator) -> tuple[int, int]:
         rows, columns = round(_log_uniform(rng, 16, 1048576)), _log_uniform(rng, 8, 16384)
-        columns = _to_multiple(columns, 8) if rng.random() < 0.5 else round(columns)
-        if rows * columns <= _MAX_OPERAND // 2:
-            shapes[Shape(rows, 1, columns)] = None
-    return list(shapes)
+        return rows, _to_multiple(columns, 8) if rng.random() < 0.5 else round(columns)
+
+    return _operands(count, seed, draw)
 
 
 # Sweeps that can be drawn, by family and name, with how many shapes they take by default.

@@ -44,6 +44,7 @@ WRITTEN = (*(f"blind{number}" for number in (14, 15, 16, *range(19, 26))), "blin
 WRITTEN_SHARE = 0.5
 # Of operands of any sizes there is one sweep: halves of its shapes, one in turn for each, stand for two.
 HALVED = "blind_memory10"
+_HALVES = (f"{HALVED}, half 0", f"{HALVED}, half 1")
 # What a family's few rows lean on, and each by the class of its calls' digits, but for the largest calls. Memory-bound ones of
 # the last class were inside 59% to 79% on both GPUs, of round draws and any, when nothing asked for more.
 KINDS = ("GEMMs", "quantizers", "other memory-bound")
@@ -120,7 +121,7 @@ class Fresh:
         sweep[largest] = [f"{name}, run {number}" for name, number in zip(sweep[largest], run[largest], strict=True)]
         halved = np.flatnonzero(sweep == HALVED)
         shape = rows.iloc[halved].groupby(["m", "k"], sort=False).ngroup()
-        sweep[halved] = [f"{HALVED}, half {number}" for number in shape % 2]
+        sweep[halved] = np.array(_HALVES, dtype=object)[shape % 2]
         return cls(family, size_class(predicted), sweep, needed, heard, _digits(rows))
 
     @cached_property
@@ -132,6 +133,10 @@ class Fresh:
         return each | {
             kind: np.logical_or.reduce([each[name] for name in each if kinds[name] == kind]) for kind in {*kinds.values()} - {""}
         }
+
+    @cached_property
+    def _written(self) -> npt.NDArray[np.bool_]:
+        return np.isin(self.sweep.astype(str), (*WRITTEN, *_HALVES))
 
     @cached_property
     def _largest(self) -> npt.NDArray[np.bool_]:
@@ -158,8 +163,7 @@ class Fresh:
 
     def _weight(self, heard: npt.NDArray[np.bool_]) -> Array:
         """How many rows each counts for, (rows,), among those that are heard."""
-        names = [name.partition(", half")[0] for name in self.sweep.astype(str)]
-        weight, written = np.ones(len(heard)), np.isin(names, WRITTEN)
+        weight, written = np.ones(len(heard)), self._written
         for family in dict.fromkeys(self.family[heard & written].tolist()):
             mine = heard & self._rows_of[family]
             if usual := (mine & ~written).sum():
@@ -229,8 +233,14 @@ def _families(rows: pd.DataFrame) -> npt.NDArray[Any]:
 def _digits(rows: pd.DataFrame) -> npt.NDArray[np.int64]:
     """Each row's class among all of `BY_DIGITS`, one kind's behind the other's, (rows,): -1 of the largest calls."""
     sizes = columns_of(rows)
-    kind = np.array([KINDS.index(kind_of(family_of(name))) for name in rows["kernel"]], dtype=np.int64)
+    kinds = {name: _kind_number(name) for name in rows["kernel"].unique()}
+    kind = rows["kernel"].map(kinds).to_numpy(dtype=np.int64)
     return np.where(are_largest(sizes), -1, digits(sizes) + kind * (len(DIGITS) + 1))
+
+
+def _kind_number(kernel: str) -> int:
+    """Where a kernel's kind is among `KINDS`, and so `BY_DIGITS`."""
+    return KINDS.index(kind_of(family_of(kernel)))
 
 
 def _by_digits(powers: Array, classes: npt.NDArray[np.int64]) -> Array:
@@ -299,7 +309,7 @@ def raise_factors(entries: Mapping[str, Any], powers: Powers) -> dict[str, Any]:
             result[kernel]["wider_where_largest"] = float(largest[-1] / own[-1])
         if few := powers.get(family_of(kernel) + IN_FEW_GROUPS):
             result[kernel]["wider_in_few_groups"] = float(few[-1] / own[-1])
-        if by_digits := powers.get(f"{kind_of(family_of(kernel))}, by digits"):
+        if by_digits := powers.get(BY_DIGITS[_kind_number(kernel)]):
             result[kernel]["wider_by_digits"] = list(by_digits)
     return result
 
