@@ -424,16 +424,15 @@ def any_memory_shapes(count: int, seed: int) -> list[Shape]:
 
 
 def broad_memory_shapes(count: int, seed: int) -> list[Shape]:
-    """`count` distinct (rows, columns) between the round ones: log-uniform, as they fall; columns of half multiples of 8.
+    """`count` distinct (rows, columns) between the round ones: log-uniform, rows 16 to 1,048,576, columns 8 to 16,384.
 
-    Rows 16 to 1,048,576, columns 8 to 16,384.
+    3 in 10 sizes are left as they fall, the others are multiples of 2, 4, ... 128, each alike often.
     """
 
-    def draw(rng: np.random.Generator) -> tuple[int, int]:
-        rows, columns = round(_log_uniform(rng, 16, 1048576)), _log_uniform(rng, 8, 16384)
-        return rows, _to_multiple(columns, 8) if rng.random() < 0.5 else round(columns)
+    def size(rng: np.random.Generator, smallest: int, largest: int) -> int:
+        return _to_multiple(_log_uniform(rng, smallest, largest), 2 ** max(0, int(rng.integers(-2, 8))))
 
-    return _operands(count, seed, draw)
+    return _operands(count, seed, lambda rng: (size(rng, 16, 1048576), size(rng, 8, 16384)))
 
 
 # Sweeps that can be drawn, by family and name, with how many shapes they take by default.

@@ -2,16 +2,18 @@
 
     python -m perfmodel.fit --hardware h200
     python -m perfmodel.fit --hardware h100 --start h200
+    python -m perfmodel.fit --hardware h200 --memory
     python -m perfmodel.fit --hardware h200 --pairs
     python -m perfmodel.fit --hardware h200 --intervals
     python -m perfmodel.fit --timings DIR --hardware-spec FILE --start h200 --out CALIBRATION
 
-`--pairs` learns what pairs of kernels differ by (`perfmodel/pairs.py`) anew, which every fit does at its end, and leaves the
-kernels as they are. `--intervals` makes intervals as wide as fresh sweeps ask (`perfmodel/fresh.py`), as when there is one more,
-and judges these anew; trees, and what left-out runs said, stay. The last fits a user's own sweep: DIR holds `gemm.parquet`,
-`memory.parquet` or both as `hil.collect` writes them, FILE is a specification as `data/h200/hardware.json`, and
-`perfmodel.load(name, calibration=CALIBRATION)` reads the result. With `--start` a kernel is learned from where a shipped GPU's
-model of it ends (`perfmodel/transfer.py`), by far fewer timings.
+`--memory` fits memory-bound kernels alone, in minutes, as when timings of such were added: GEMMs' trees and pairs, which no other
+kernel's timings change, stay. `--pairs` learns what pairs of kernels differ by (`perfmodel/pairs.py`) anew, which every fit does
+at its end, and leaves the kernels as they are. `--intervals` makes intervals as wide as fresh sweeps ask (`perfmodel/fresh.py`),
+as when there is one more, and judges these anew; trees, and what left-out runs said, stay. The last fits a user's own sweep: DIR
+holds `gemm.parquet`, `memory.parquet` or both as `hil.collect` writes them, FILE is a specification as `data/h200/hardware.json`,
+and `perfmodel.load(name, calibration=CALIBRATION)` reads the result. With `--start` a kernel is learned from where a shipped
+GPU's model of it ends (`perfmodel/transfer.py`), by far fewer timings.
 
 Where `launches.parquet` (`hil.launches`) lies beside the timings, each GEMM kernel is learned from its quick launches first:
 `perfmodel/learn.py` says why. Where `choices` (`hil.choices`) lies there, too, its kernels are told what the library chooses.
@@ -33,6 +35,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -57,10 +60,10 @@ from perfmodel.held_out import (
     repeat_difference,
 )
 from perfmodel.judge import SHAPE
-from perfmodel.kernels import GEMM_KERNELS, KERNELS, library_of
+from perfmodel.kernels import GEMM_KERNELS, KERNELS, MEMORY_KINDS, library_of
 from perfmodel.learn import Learned, learn_first, measured_range, predict, predict_doubting, train
 from perfmodel.learn_pairs import add_pairs, judge_choices
-from perfmodel.measured import LEAST_US, read_choices, read_launches, read_timings
+from perfmodel.measured import ALONE_FILE, LEAST_US, read_choices, read_launches, read_timings
 from perfmodel.model import PerfModel, choice_file, model_file, network_file
 from perfmodel.packed import pack
 from perfmodel.parallel import each
@@ -268,6 +271,38 @@ def fit(
     return _with_pairs(PerfModel(hardware, target, manifest), timings, launches, unseen)
 
 
+def fit_memory(hardware_name: str) -> dict[str, Any]:
+    """Fit a shipped GPU's memory-bound kernels anew, its GEMMs as they are; returns the manifest.
+
+    Raises:
+        ValueError, FileNotFoundError: as `fit`.
+    """
+    kept, folder = load(hardware_name), data_folder() / hardware_name
+    start = kept.manifest.get("start", {}).get("hardware")
+    with TemporaryDirectory() as beside:
+        timings = Path(beside) / "timings"
+        timings.mkdir()
+        for name in ("memory.parquet", "memory.json", ALONE_FILE):
+            if (folder / name).is_file():
+                (timings / name).symlink_to((folder / name).resolve())
+        own = fit(hardware_name, Path(beside), timings, folder / "hardware.json", start)
+        files: dict[str, bytes | None] = {path.name: path.read_bytes() for path in (Path(beside) / "perfmodel").glob("*.gz")}
+    everything = read_timings(hardware_name)
+    fitted = fitted_rows(everything, LEAST_ROWS_FIT if start is None else LEAST_ROWS_START)
+    gemms = {name: of for name, of in kept.manifest["kernels"].items() if KERNELS[name].kind not in MEMORY_KINDS}
+    manifest = kept.manifest | {
+        "command": f"{kept.manifest['command'].removesuffix(' --memory')} --memory",
+        "rows": len(fitted),
+        "unsettled": int((~everything["settled"]).sum()),
+        "shapes": int(fitted.groupby(SHAPE).ngroups),
+        "repeat_on_another_machine": repeat_difference(everything),
+        "kernels": dict(sorted({**gemms, **own["kernels"]}.items())),
+        **({"start": own["start"]} if start else {}),
+    }
+    _write(kept.folder, {**files, "manifest.json": (json.dumps(manifest, indent=1) + "\n").encode()})
+    return fit_intervals(hardware_name)
+
+
 def fit_pairs(hardware_name: str) -> dict[str, Any]:
     """Learn what pairs of kernels differ by anew, on top of a shipped GPU's kernels as they are; returns the manifest.
 
@@ -413,17 +448,19 @@ def main(arguments: list[str] | None = None) -> int:
         "--out", type=Path, help="folder for the trees (default: data/<hardware>/models); with --timings, the calibration folder"
     )
     alone = parser.add_mutually_exclusive_group()
+    alone.add_argument("--memory", action="store_true", help="memory-bound kernels alone, GEMMs as they are")
     alone.add_argument("--pairs", action="store_true", help="what pairs of kernels differ by alone, the kernels as they are")
     alone.add_argument(
         "--intervals", action="store_true", help="how wide fresh sweeps ask intervals to be alone, the trees as they are"
     )
     options = parser.parse_args(arguments)
-    part = "--pairs" if options.pairs else "--intervals" if options.intervals else ""
+    parts = {"--memory": fit_memory, "--pairs": fit_pairs, "--intervals": fit_intervals}
+    part = next((name for name in parts if getattr(options, name[2:])), "")
     if part and (options.timings or options.hardware_spec or options.start or options.out):
         parser.error(f"{part} is of a shipped fit as it is; leave --timings, --hardware-spec, --start and --out away")
     try:
         if part:
-            print(table((fit_pairs if options.pairs else fit_intervals)(options.hardware)))
+            print(table(parts[part](options.hardware)))
             return 0
         print(table(fit(options.hardware, options.out, options.timings, options.hardware_spec, options.start)))
     except ValueError as error:

@@ -93,6 +93,10 @@ _TURNED = {
 }
 
 
+# Bytes of a row that a copy of turned columns fetches at once.
+_SECTORS = 64
+
+
 def _copied(
     kernel: str, m: Array, k: Array, hardware: HardwareSpec, costs: Mapping[str, Mapping[str, float]], found: Columns
 ) -> Columns:
@@ -103,8 +107,13 @@ def _copied(
     copied, plain = (m % 4 > 0).astype(float), _TURNED[kernel]
     moved = 4 * m * k / (hardware.copy_bandwidth_tbs * 1e6)
     beyond = np.maximum(moved - hardware.l2_bytes / (hardware.copy_bandwidth_tbs * 1e6), 0)
+    # A column is read in sectors of several columns, which the L2 keeps for the next ones, unless the rows are too many.
+    kept = m * np.minimum(2 * k, _SECTORS) / hardware.l2_bytes
     found = {name: (1 - copied) * cost for name, cost in found.items()}
-    found |= {"copied": copied, "copied_bytes": copied * moved, "copied_beyond_l2": copied * beyond}
+    found |= {
+        "copied": copied, "copied_bytes": copied * moved, "copied_beyond_l2": copied * beyond,
+        "copied_wide": copied * (2 * k > _SECTORS) * moved, "copied_anew": copied * np.clip((kept - 0.3) / 0.7, 0, 1) * moved,
+    }  # fmt: skip
     if plain in costs:
         calls, some = np.zeros_like(m), np.flatnonzero(copied)
         # Hardly any rows are: nothing is worked out for the others.
@@ -124,8 +133,9 @@ _FLAT = ("loka/quantize_tensorwise", "loka/quantize_tensorwise_delayed")
 def _narrow_runs(m: Array, k: Array, launch: Columns, moved: Array) -> Columns:
     """What rows cost that are not read by whole vectors: many short ones to a program, whose maxima follow one another.
 
-    An odd row is read a value at a time, another by words of two. Rows that a last program has too many have no maximum, and a
-    scale of nothing takes the division's slow way.
+    An odd row is read a value at a time, another by words of two. An odd number of words go one by one (`apart`) where 16 does
+    not divide the rows, or they have less than eight. Rows that a last program has too many have no maximum, and a scale of
+    nothing takes the division's slow way.
     """
     rows, columns = m.astype(np.int64), k.astype(np.int64)
     height = run_height(rows, columns)
@@ -136,7 +146,8 @@ def _narrow_runs(m: Array, k: Array, launch: Columns, moved: Array) -> Columns:
         "ragged_height": ragged * high, "many": many, "many_height": many * high,
         "programs_height": high * launch["programs"] / 1e3,
     }  # fmt: skip
-    reads = {"odd": odd, "words": (1 - odd) * (1 - launch["unmasked"])}
+    apart = (columns % 4 == 2) * ((rows % 16 > 0) | (columns < 16))
+    reads = {"odd": odd, "words": (1 - odd) * (1 - launch["unmasked"]), "apart": apart}
     return {f"{name}_{cost}": which * size for name, which in reads.items() for cost, size in costs.items()}
 
 

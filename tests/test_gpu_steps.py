@@ -53,7 +53,15 @@ def test_measured_steps_take_the_place_of_earlier_ones(tmp_path, capsys):
     # The host takes 10.9 ms of 11 to launch it.
     assert gpu_steps.is_of_the_host(steps[0])
     gpu_steps.show(steps, "h100")
-    assert "the host was the bound" in capsys.readouterr().out
+    assert "the host was the bound\n" in capsys.readouterr().out
+    # A host half as fast takes twice as long.
+    gpu_steps.show([{**steps[0], "host_step_us": [1000.0, unit]} for unit in (4000.0, 8000.0)], "h100")
+    told = [float(line.partition("how fast it was ")[2].split(",")[0]) for line in capsys.readouterr().out.splitlines()[1:3]]
+    assert told[1] == pytest.approx(2 * told[0], rel=1e-3)
+    # Unless its GPUs were seen not to wait: then the queue of launches was full.
+    for idle_us, of_the_host in ((300.0, False), (3000.0, True)):
+        profile = {"ddp_exchange": {"idle_us": idle_us, "span_us": 11_000.0}}
+        assert gpu_steps.is_of_the_host({**steps[0], "profile": profile}) == of_the_host
 
 
 def test_what_steps_lost_to_collectives_is_told(capsys):

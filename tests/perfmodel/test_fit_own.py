@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 import perfmodel
-from perfmodel import fit, learn_pairs
+from perfmodel import fit, learn_pairs, measured
 from perfmodel.calls import columns_of
 
 
@@ -105,10 +105,50 @@ def test_intervals_follow_a_fresh_sweep_and_trees_stay(sweep, fitted, tmp_path, 
     assert then < 0.6 and 0.8 < now < 0.95
 
 
-def test_intervals_alone_are_of_a_shipped_fit(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        fit.main(["--intervals", "--start", "h200"])
-    assert stopped.value.code == 2 and "--intervals is of a shipped fit as it is" in capsys.readouterr().err
+def test_memory_bound_kernels_are_fitted_alone_as_with_all(sweep, tmp_path, monkeypatch, capsys):
+    """Trees are those of a fit of everything, GEMMs stay, and what is said of both is of all timings."""
+    folder, out = tmp_path / "data" / "mine", {name: tmp_path / name for name in ("before", "alone", "whole")}
+    folder.mkdir(parents=True)
+    shutil.copy(sweep[0] / "gemm.parquet", folder)
+    shutil.copy(sweep[0] / "mine.json", folder / "hardware.json")
+    rows = fit.read_timings("h200").query("sweep == 'lrm' and settled")
+    rows = pd.concat([rows[rows["kernel"] == name].head(150) for name in ("torch/relu_forward", "torch/quantize_rowwise")])
+    columns = [*fit.SHAPE, "kernel", "p10_us", "p50_us", "p90_us", "sm_mhz"]
+
+    def fitted_to(number, name):
+        rows.groupby("kernel").head(number)[columns].to_parquet(folder / "memory.parquet")
+        arguments = ["--timings", str(folder), "--hardware-spec", str(folder / "hardware.json"), "--out", str(out[name])]
+        assert fit.main(arguments) == 0
+
+    fitted_to(100, "before")
+    shutil.copytree(out["before"], out["alone"])
+    fitted_to(150, "whole")
+    for module in (fit, measured):
+        monkeypatch.setattr(module, "data_folder", lambda: tmp_path / "data")
+    monkeypatch.setattr(fit, "load", lambda name: perfmodel.load(name, calibration=out["alone"]))
+    assert fit.main(["--hardware", "mine", "--memory"]) == 0 and "torch/relu_forward" in capsys.readouterr().out
+    before, alone, whole = (perfmodel.load("mine", calibration=path) for path in out.values())
+    files = {path.name: path.read_bytes() for path in alone.folder.glob("*.gz")}
+    gemms = {name for name in files if "bf16" in name or "fp8_" in name}
+    assert files == {path.name: path.read_bytes() for path in whole.folder.glob("*.gz")} and 0 < len(gemms) < len(files)
+    then = {path.name: path.read_bytes() for path in before.folder.glob("*.gz")}
+    assert {name for name in files if files[name] == then[name]} == gemms
+    assert all(alone.manifest[part] == whole.manifest[part] for part in ("rows", "shapes", "unsettled"))
+    assert alone.manifest["choice_regret"] == before.manifest["choice_regret"]
+    assert list(alone.manifest["kernels"]) == list(whole.manifest["kernels"])
+    assert alone.manifest["command"].endswith("--memory")
+    entries = {
+        name: model.manifest["kernels"]["torch/relu_forward"] for name, model in zip(out, (before, alone, whole), strict=True)
+    }
+    assert [entry["held_out"]["n"] for entry in entries.values()] == [100, 150, 150]
+    assert entries["alone"]["cells"] == entries["whole"]["cells"] and entries["alone"]["range"] == entries["whole"]["range"]
+
+
+def test_parts_of_a_fit_are_of_a_shipped_one(capsys):
+    for part in ("--memory", "--intervals"):
+        with pytest.raises(SystemExit) as stopped:
+            fit.main([part, "--start", "h200"])
+        assert stopped.value.code == 2 and f"{part} is of a shipped fit as it is" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stopped:
         fit.main(["--intervals", "--pairs"])
     assert stopped.value.code == 2

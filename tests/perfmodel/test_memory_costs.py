@@ -62,8 +62,29 @@ def test_rows_that_four_does_not_divide_cost_a_copy_and_what_quantizes_it(h200):
         np.testing.assert_allclose(found["copied_calls"], [expected[0], 0.0], rtol=0.01)
         np.testing.assert_allclose(found["copied_bytes"], [4 * 478 * 7616 / (h200.copy_bandwidth_tbs * 1e6), 0.0])
         assert found["bytes"][0] == found["call"][0] == 0.0 < found["bytes"][1]
-        assert {name for name in found if found[name][0]} <= {"copied", "copied_bytes", "copied_beyond_l2", "copied_calls"}
+        # Whole sectors of rows, which the L2 keeps.
+        assert found["copied_wide"][0] == found["copied_bytes"][0] > found["copied_anew"][0] == 0.0
+        own = {"copied", "copied_bytes", "copied_beyond_l2", "copied_wide", "copied_calls"}
+        assert {name for name in found if found[name][0]} <= own
         assert "copied_calls" not in terms(f"loka/quantize_rowwise_{form}", m, k, h200, {})
+
+
+def test_a_copy_of_turned_columns_fetches_sectors_anew_where_rows_are_too_many(h200):
+    """64 bytes of each row are fetched at once, and are gone from the L2 before the next column where a column's are more."""
+    kept = h200.l2_bytes / 64
+    m = np.round(np.array([0.2, 0.65, 1.0, 3.0]) * kept / 4) * 4 + 1
+    found = terms("loka/quantize_tensorwise_transposed", m, np.full(4, 512.0), h200, {})
+    np.testing.assert_allclose(found["copied_anew"] / found["copied_bytes"], [0.0, 0.5, 1.0, 1.0], atol=1e-4)
+    # Rows of 24 bytes: the L2 keeps more of them.
+    found = terms("loka/quantize_tensorwise_transposed", m, np.full(4, 12.0), h200, {})
+    np.testing.assert_allclose(found["copied_anew"] / found["copied_bytes"], [0.0, 0.0, (0.375 - 0.3) / 0.7, 1.0], atol=1e-4)
+    assert not found["copied_wide"].any()
+
+
+def test_an_odd_number_of_words_goes_apart_unless_sixteen_divides_the_rows(h200):
+    m, k = np.array([4954.0, 4960.0, 4960.0, 4954.0, 4953.0]), np.array([22.0, 22.0, 14.0, 24.0, 21.0])
+    found = terms("loka/quantize_rowwise", m, k, h200)
+    assert (found["apart_height"] > 0).tolist() == [True, False, True, False, False]
 
 
 def test_what_is_known_names_terms_of_each_kernel_and_never_falls(h200):
