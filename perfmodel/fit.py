@@ -278,6 +278,8 @@ def fit_memory(hardware_name: str) -> dict[str, Any]:
         ValueError, FileNotFoundError: as `fit`.
     """
     kept, folder = load(hardware_name), data_folder() / hardware_name
+    if not (folder / "memory.parquet").is_file():
+        raise FileNotFoundError(f"no memory.parquet under {folder}; measure it with: python -m hil.collect memory")
     start = kept.manifest.get("start", {}).get("hardware")
     with TemporaryDirectory() as beside:
         timings = Path(beside) / "timings"

@@ -141,6 +141,8 @@ def test_memory_bound_kernels_are_fitted_alone_as_with_all(sweep, tmp_path, monk
         name: model.manifest["kernels"]["torch/relu_forward"] for name, model in zip(out, (before, alone, whole), strict=True)
     }
     assert [entry["held_out"]["n"] for entry in entries.values()] == [100, 150, 150]
+    (folder / "memory.parquet").unlink()
+    assert fit.main(["--hardware", "mine", "--memory"]) == 3 and f"no memory.parquet under {folder};" in capsys.readouterr().err
     assert entries["alone"]["cells"] == entries["whole"]["cells"] and entries["alone"]["range"] == entries["whole"]["range"]
 
 
