@@ -288,10 +288,11 @@ def fit_memory(hardware_name: str) -> dict[str, Any]:
             if (folder / name).is_file():
                 (timings / name).symlink_to((folder / name).resolve())
         own = fit(hardware_name, Path(beside), timings, folder / "hardware.json", start)
-        files: dict[str, bytes | None] = {path.name: path.read_bytes() for path in (Path(beside) / "perfmodel").glob("*.gz")}
+        made = {path.name: path.read_bytes() for path in (Path(beside) / "perfmodel").glob("*.gz")}
     everything = read_timings(hardware_name)
     fitted = fitted_rows(everything, LEAST_ROWS_FIT if start is None else LEAST_ROWS_START)
     gemms = {name: of for name, of in kept.manifest["kernels"].items() if KERNELS[name].kind not in MEMORY_KINDS}
+    gone: dict[str, bytes | None] = {model_file(name): None for name in kept.manifest["kernels"] if name not in gemms}
     manifest = kept.manifest | {
         "command": f"{kept.manifest['command'].removesuffix(' --memory')} --memory",
         "rows": len(fitted),
@@ -301,7 +302,7 @@ def fit_memory(hardware_name: str) -> dict[str, Any]:
         "kernels": dict(sorted({**gemms, **own["kernels"]}.items())),
         **({"start": own["start"]} if start else {}),
     }
-    _write(kept.folder, {**files, "manifest.json": (json.dumps(manifest, indent=1) + "\n").encode()})
+    _write(kept.folder, {**gone, **made, "manifest.json": (json.dumps(manifest, indent=1) + "\n").encode()})
     return fit_intervals(hardware_name)
 
 
