@@ -32,20 +32,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from hil import teaching
 from hil.asking import KERNELS_ASKED, answers, keys_of
+from hil.begun import begin
 from hil.command import Parser
 from hil.files import write_atomic
 from hil.fingerprint import shipped
-from perfmodel.choice import PARTS, TILE, Choice, asked, vocabulary
+from perfmodel.choice import PARTS, TILE, Choice, asked, sizes_in, vocabulary
 from perfmodel.data_folder import data_folder
 from perfmodel.hardware import DEFAULT, HardwareSpec
 from perfmodel.judge import SHAPE
 from perfmodel.model import PerfModel, choice_file
-from perfmodel.network import Experts, Network
 from perfmodel.saved import load, read_spec
 
 if TYPE_CHECKING:
@@ -100,35 +99,23 @@ def learn(
     seldom = times.to_numpy() < SELDOM * len(rows)
     known = times.index.to_frame().to_numpy(dtype=np.int64)[~seldom]
     number = np.where(seldom, -1, np.cumsum(~seldom) - 1)[alike.ngroup().to_numpy()]
-    y = torch.from_numpy(number).to(device)
-    # A kernel's value is the sum of its tile's and its rest's: column by column of the last layer's.
-    halves = vocabulary(known)
-    tiles, rests = (len(different) for different, _ in halves)
-    tile, rest = (torch.from_numpy(numbers).to(device) for _, numbers in halves)
-    both, every = torch.zeros(tiles + rests, len(known), device=device), torch.arange(len(known), device=device)
-    both[tile, every] = both[tiles + rest, every] = 1.0
+    tile, rest = (torch.from_numpy(of_kernel[number]).to(device) for _, of_kernel in vocabulary(known))
     test, order = np.split(np.random.default_rng(seed).permutation(len(rows)), [min(HELD_OUT, len(rows) // 10)])
     order = np.sort(order[number[order] >= 0])
     column = teaching.deciding(kernel, hardware)
-    if start is None:
-        begun = teaching.untaught(matrix, column, experts, [width or WIDTH] * HIDDEN, tiles + rests, seed)
-    else:
-        begun = _gone_on(start, known)
-        if experts > len(teaching.networks_of(begun)):
-            begun = teaching.copied(begun, matrix, column, experts)
+    begun, fits = begin(matrix, known, hardware, column, experts, [width or WIDTH] * HIDDEN, start, seed)
     kept = [np.intersect1d(mine, order, assume_unique=True) for mine in teaching.shared_out(begun, matrix)]
-    entropy = torch.nn.functional.cross_entropy
+    batch = BATCH if len(order) < MANY_ANSWERS else 4 * BATCH
+    law = teaching.FitsTaught(fits, known, [torch.from_numpy(size).to(device) for size in sizes_in(matrix[:, :4])])
 
     def loss(out: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        out, right = out.flatten(0, 1), y[index.flatten()]
-        # The halves by themselves, too: without, both of the likeliest kernel are the likeliest for a fifth of calls alone.
-        return entropy(out @ both, right) + entropy(out[:, :tiles], tile[right]) + entropy(out[:, tiles:], rest[right])
+        return law.loss(out.flatten(0, 1), index.flatten(), tile, rest)
 
-    batch = BATCH if len(order) < MANY_ANSWERS else 4 * BATCH
-    network = teaching.taught(begun, torch.from_numpy(matrix).to(device), kept, loss, epochs, batch, rate, seed, coarse=coarse)
+    on_device = torch.from_numpy(matrix).to(device)
+    network = teaching.taught(begun, on_device, kept, loss, epochs, batch, rate, seed, coarse=coarse, beside=law.parameters)
     if keep:
         network = teaching.between(begun, network, keep)
-    choice = Choice(teaching.halved(network), known, start.largest if start else None)
+    choice = Choice(teaching.halved(network), known, law.fits(keep), start.largest if start else None)
     found = choice.told(matrix[test])[0] == told[test]
     return choice, {
         "rows": len(order),
@@ -137,30 +124,6 @@ def learn(
         "tile_right": round(float(found[:, :TILE].all(axis=1).mean()), 4),
         "all_right": round(float(found.all(axis=1).mean()), 4),
     }
-
-
-def _gone_on(start: Choice, kernels: npt.NDArray[np.int64]) -> Network | Experts:
-    """A choice's network for other kernels: of tiles and rests that it does not know, no weights, and of all its least bias.
-
-    Args:
-        start: The choice.
-        kernels: `PARTS` of those to learn.
-    """
-    layers = teaching.stacked(teaching.networks_of(start.network))
-    weights, biases = layers[-1]
-    halves: list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = []
-    first = 0
-    for (known, _), (wanted, _) in zip(vocabulary(start.kernels), vocabulary(kernels), strict=True):
-        place = {tuple(half): first + number for number, half in enumerate(known.tolist())}
-        level = np.repeat(biases[..., first : first + len(known)].min(axis=-1, keepdims=True), len(wanted), axis=-1)
-        last = np.zeros((*weights.shape[:-1], len(wanted)), np.float32)
-        for number, half in enumerate(map(tuple, wanted.tolist())):
-            if half in place:
-                last[..., number], level[..., number] = weights[..., place[half]], biases[..., place[half]]
-        halves.append((last, level))
-        first += len(known)
-    ending = tuple(np.concatenate(pair, axis=-1) for pair in zip(*halves, strict=True))
-    return teaching.with_layers(start.network, [*layers[:-1], ending])  # type: ignore[list-item]
 
 
 def kept(folder: Path, kernel: str) -> Choice | None:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from perfmodel.choice import vocabulary
 from perfmodel.features import features
+from perfmodel.fits import NEVER, Fits, Grid, worth_of_rests, worth_of_tiles
 from perfmodel.hardware import HardwareSpec
 from perfmodel.network import REACH, Experts, Network, in_half
 
@@ -143,18 +145,49 @@ def normal(network: Network, matrix: torch.Tensor) -> torch.Tensor:
     return ((matrix - mean) / deviation).clamp(-REACH, REACH)
 
 
-def values_of(network: Network | Experts, matrix: torch.Tensor, rows_at_once: int = 2**16) -> torch.Tensor:
-    """What networks give for rows, (rows, values), in half precision, the best of each 0."""
-    import torch
+class FitsTaught:
+    """What `perfmodel.fits` of a network are worth, while they are taught with it.
 
-    result = torch.empty(len(matrix), network.values, dtype=torch.float16, device=matrix.device)
-    asked = shared_out(network, matrix.cpu().numpy()) if isinstance(network, Experts) else [np.arange(len(matrix))]
-    for one, mine in zip(networks_of(network), asked, strict=True):
-        layers = [tuple(torch.from_numpy(a).to(matrix.device) for a in layer) for layer in stacked([one])]
-        for rows in torch.from_numpy(mine).to(matrix.device).split(rows_at_once):
-            found = _through(layers, normal(one, matrix[rows])[None])[0]  # type: ignore[arg-type]
-            result[rows] = (found - found.max(dim=1, keepdim=True).values).half()
-    return result
+    Attributes:
+        parameters: All that is taught.
+    """
+
+    def __init__(self, begun: Fits, kernels: npt.NDArray[np.int64], sizes: Sequence[torch.Tensor]) -> None:
+        """Go on from fits.
+
+        Args:
+            begun: To begin with.
+            kernels: `perfmodel.choice.PARTS` of those that they are of.
+            sizes: M, N and groups of the rows to be taught, each (rows, 1), where the work is to be done.
+        """
+        import torch
+
+        (tiles, _), (rests, _) = vocabulary(kernels)
+        self._begun, self._sizes = begun, sizes
+        device, self._counts = sizes[0].device, (len(tiles), len(rests))
+        self._grid = Grid.of(tiles, rests).of_arrays(lambda array: torch.from_numpy(array).to(device))
+        self.parameters = [torch.nn.Parameter(torch.from_numpy(array.copy()).to(device)) for array in begun.arrays]
+        self._exists = torch.from_numpy(begun.pairs > NEVER).to(device)
+
+    def loss(self, out: torch.Tensor, index: torch.Tensor, tile: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+        """Of what the last layer gives for rows, (rows, values), with these numbers, of each of which tile and rest are known."""
+        import torch
+
+        (m, n, groups), (tiles, rests) = (size[index] for size in self._sizes), self._counts
+        *others, pairs = self.parameters
+        fits = Fits.of_arrays(self._begun.multiprocessors, [*others, torch.where(self._exists, pairs, NEVER)])
+        context, right = out[:, tiles + rests :], tile[index]
+        of_tiles = out[:, :tiles] + worth_of_tiles(torch, (m, n, groups), self._grid, fits, context)
+        of_rests = out[:, tiles : tiles + rests] + worth_of_rests(torch, (m, n, groups), self._grid, fits, context, right)
+        entropy = torch.nn.functional.cross_entropy
+        return entropy(of_tiles, right) + entropy(of_rests, rest[index])
+
+    def fits(self, keep: float = 0.0) -> Fits:
+        """What they became, rounded to float16; by a share what they were at the start."""
+        now = [parameter.detach().cpu().numpy() for parameter in self.parameters]
+        *arrays, pairs = (in_half(keep * was + (1 - keep) * array) for was, array in zip(self._begun.arrays, now, strict=True))
+        pairs = np.where(self._begun.pairs > NEVER, pairs, np.float32(NEVER))
+        return Fits.of_arrays(self._begun.multiprocessors, [*arrays, pairs])
 
 
 def taught(
@@ -167,7 +200,7 @@ def taught(
     rate: float,
     seed: int = 0,
     coarse: bool = False,
-    on_epoch: Callable[[int, float], None] | None = None,
+    beside: Sequence[torch.nn.Parameter] = (),
 ) -> Network | Experts:
     """Networks that go on from what they are, each by its own rows.
 
@@ -181,7 +214,7 @@ def taught(
         rate: The highest learning rate.
         seed: Of the order.
         coarse: Multiply in bfloat16 but for the last steps.
-        on_epoch: Told the number of each epoch that is done, and its last loss.
+        beside: Of the loss, to be taught with them.
     """
     import torch
 
@@ -196,22 +229,19 @@ def taught(
     total = sum(map(len, kept))
     each = max(1, min(batch, total) // len(networks))
     in_epoch = max(1, total // (each * len(networks)))
-    parameters = [parameter for layer in layers for parameter in layer]
+    parameters = [*(parameter for layer in layers for parameter in layer), *beside]
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=DECAY, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, epochs * in_epoch, pct_start=0.15, cycle_momentum=False)
-    step, last = 0, torch.zeros(())
-    for epoch in range(epochs):
+    step = 0
+    for _ in range(epochs):
         for index in _batches(known, each, in_epoch):
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=coarse and step < _COARSE * epochs * in_epoch):
                 out = _through(layers, x[index])  # type: ignore[arg-type]
-            last = loss(out.float(), index)
             optimizer.zero_grad()
-            last.backward()
+            loss(out.float(), index).backward()
             optimizer.step()
             schedule.step()
             step += 1
-        if on_epoch:
-            on_epoch(epoch + 1, last.item())
     found = [tuple(part.detach().cpu().numpy() for part in layer) for layer in layers]
     for before, layer in zip(stacked(networks), found, strict=True):
         for old, new in zip(before, layer, strict=True):

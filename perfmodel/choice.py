@@ -20,10 +20,12 @@ import numpy.typing as npt
 
 from perfmodel import compiled
 from perfmodel.features import PLANNED, features
+from perfmodel.fits import CONTEXT, KIND, NEVER, Fits, Grid, add_worth_of_tiles, worth_of_rests
 from perfmodel.hardware import HardwareSpec
 from perfmodel.network import Experts, Network, single_threaded
 
 Array = npt.NDArray[np.float64]
+Array32 = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.int64]
 Sizes = tuple[Array, Array, Array, Array]
 
@@ -32,9 +34,8 @@ Sizes = tuple[Array, Array, Array, Array]
 # a step along K and how many are under way, as 10 K + steps, or which form of a vector's product), whether K is split, whether
 # tiles are walked along rows, whether the result is stored transposed, whether something is cleared first.
 PARTS = ("tile_n", "tile_m", "cluster", "shared_operand", "split_k", "along_rows", "layout", "cleared")
-# So many of them are the tile; the network values the tile and the rest apart, and of a kernel the sum of both.
+# So many of them are the tile; the network values tiles by themselves, then the rests of the likeliest.
 TILE = 2
-_KIND = 1000
 # Kernels of cuBLAS for Hopper are kind 0; older ones are told by a word in their names, and of no such word `_UNHEARD_OF`.
 _OLDER = {
     "cutlass_75": 1, "cutlass_80": 2, "xmma": 3, "gemv": 4, "wmma": 5, "gemmk1": 6, "dot": 7, "split": 8, "gemmSN": 10,
@@ -94,7 +95,7 @@ def _older_tile(main: str, kind: int) -> tuple[int, int]:
         high, wide = _FEW_ROWS_COLUMNS, int(found[1])
     elif "magma" in main:
         high = wide = _MAGMA_TILE
-    return high + _KIND * kind, wide
+    return high + KIND * kind, wide
 
 
 def _older_steps(main: str) -> int:
@@ -156,29 +157,37 @@ class Choice:
     """What a library chooses for one of its GEMMs.
 
     Attributes:
-        network: From `asked` to a value for each tile, then for each rest, as `vocabulary` numbers them: one for all calls, or
-            several, each for results of some sizes.
-        kernels: `PARTS` of those that the library was seen to choose, (kernels, parts). The likeliest has the largest sum of the
-            values of its tile and its rest.
+        network: From `asked` to a value for each tile, then for each rest, as `vocabulary` numbers them, and where there are
+            `fits` to what these are worth: one for all calls, or several, each for results of some sizes.
+        kernels: `PARTS` of those that the library was seen to choose, (kernels, parts). The likeliest has the tile of the largest
+            value, and of the rests that there are with it the one of the largest.
+        fits: How tiles and clusters fit a call, and what that is worth; None for a network that does without.
         largest: What tells it of the largest calls (`are_largest`), where that is learned apart.
     """
 
     network: Network | Experts
     kernels: Codes
+    fits: Fits | None = None
     largest: Choice | None = None
 
     @cached_property
-    def _numbers(self) -> tuple[npt.NDArray[np.int32], Codes]:
-        """Where each kernel's tile and rest are among a row's values, (kernels, 2); the kernel of each pair, -1 for none."""
+    def _pairs(self) -> tuple[Codes, Array32]:
+        """The kernel of each tile and rest, -1 for none, and what a rest is worth where that is all to know: (tiles, rests)."""
         (tiles, tile), (rests, rest) = vocabulary(self.kernels)
         table = np.full((len(tiles), len(rests)), -1)
         table[tile, rest] = np.arange(len(self.kernels))
-        return np.stack([tile, len(tiles) + rest], axis=1).astype(np.int32), table
+        return table, np.where(table < 0, np.float32(NEVER), np.float32(0))
+
+    @cached_property
+    def grid(self) -> Grid:
+        """Of the kernels."""
+        (tiles, _), (rests, _) = vocabulary(self.kernels)
+        return Grid.of(tiles, rests)
 
     def told(self, matrix: npt.NDArray[np.floating]) -> tuple[Codes, npt.NDArray[np.int64]]:
         """For what `asked` makes: `PARTS` of the likeliest kernel, (rows, parts), and the class of doubt, (rows,).
 
-        That is by `DOUBT`: 0 where the network is sure, 4 where the likeliest tile and rest have half a chance, or are none.
+        That is by `DOUBT`: 0 where the network is sure, 4 where the likeliest tile and rest have half a chance.
         """
         if self.largest is None or not (largest := _of_largest(matrix)).any():
             return self._told(matrix)
@@ -194,51 +203,44 @@ class Choice:
         kernel, chance = np.empty(len(matrix), dtype=np.int64), np.empty(len(matrix))
         with single_threaded():
             for rows, values in self.network.blocks(matrix, numbers):
-                kernel[rows], chance[rows] = self._likeliest(values)
+                kernel[rows], chance[rows] = self._likeliest(values, matrix[rows, :4])
         if numbers is not None:
             kernel, chance = kernel[numbers], chance[numbers]
         return self.kernels[kernel], (chance[:, None] < DOUBT).sum(axis=1)
 
-    def _likeliest(self, values: npt.NDArray[np.float32]) -> tuple[Codes, npt.NDArray[np.floating]]:
-        """Of each row the kernel of the largest sum, by number, and its probability: 0 where it is not the best tile and rest.
+    def _likeliest(
+        self, values: npt.NDArray[np.float32], logarithms: npt.NDArray[np.floating]
+    ) -> tuple[Codes, npt.NDArray[np.floating]]:
+        """Of each row the likeliest kernel, by number, and its probability.
 
         By the compiled loops the probability is a bit off, and on the same side of each edge of `DOUBT`.
         """
-        loops: Any = compiled.at_hand()
-        if not loops:
-            return self._likeliest_exactly(values)
-        pairs, table = self._numbers
-        (tile, of_tiles), (rest, of_rests) = loops.best(values, 0, len(table)), loops.best(values, len(table), values.shape[1])
-        kernel, chance = table[tile, rest], of_tiles * of_rests
-        apart = np.flatnonzero(kernel < 0)
-        kernel[apart], chance[apart] = loops.best_pair(values, apart, pairs), 0.0
-        at_edge = np.flatnonzero((np.abs(chance[:, None] - DOUBT) < _CLOSE).any(axis=1))
-        chance[at_edge] = self._likeliest_exactly(values[at_edge])[1]
-        return kernel, chance
-
-    def _likeliest_exactly(self, values: npt.NDArray[np.float32]) -> tuple[Codes, npt.NDArray[np.floating]]:
-        """As `_likeliest`, by numpy. Overwrites the values: another array as large would take longer to get than to fill."""
-        pairs, table = self._numbers
-        tiles, rests = np.split(values, [len(table)], axis=1)
-        # The best tile and the best rest are the best kernel wherever there is one of both.
-        best = tiles.argmax(axis=1), rests.argmax(axis=1)
-        kernel = table[best]
-        apart = np.flatnonzero(kernel < 0)
-        if len(apart):
-            both = values[apart]
-            kernel[apart] = (both.take(pairs[:, 0], axis=1) + both.take(pairs[:, 1], axis=1)).argmax(axis=1)
-        # As the network was trained, a softmax of each half.
-        for half, number in zip((tiles, rests), best, strict=True):
-            half -= np.take_along_axis(half, number[:, None], axis=1)
-        np.exp(values, out=values)
-        chance = 1 / tiles.sum(axis=1) * (1 / rests.sum(axis=1))
-        chance[apart] = 0.0
-        return kernel, chance
+        table, pairs = self._pairs
+        tiles, rests, context = np.split(values, np.cumsum(table.shape), axis=1)
+        if self.fits is None:
+            tile, of_tiles = _best(values, 0, len(table))
+            rests = rests + pairs[tile]
+        else:
+            sizes = sizes_in(logarithms)
+            add_worth_of_tiles(values, sizes, self.grid, self.fits, context)
+            tile, of_tiles = _best(values, 0, len(table))
+            rests = rests + worth_of_rests(np, sizes, self.grid, self.fits, context, tile)
+        rest, of_rests = _best(rests, 0, rests.shape[1])
+        chance = of_tiles * of_rests
+        if compiled.at_hand():
+            at_edge = np.flatnonzero((np.abs(chance[:, None] - DOUBT) < _CLOSE).any(axis=1))
+            halves = ((tiles[at_edge], tile[at_edge]), (rests[at_edge], rest[at_edge]))
+            chance[at_edge] = np.prod([_softmax(half, place) for half, place in halves], axis=0)
+        return table[tile, rest], chance
 
     def save(self) -> bytes:
         """As JSON."""
-        document = {"kernels": self.kernels.tolist(), "network": json.loads(self.network.save())}
-        return json.dumps(document if self.largest is None else {**document, "largest": json.loads(self.largest.save())}).encode()
+        document: dict[str, Any] = {"kernels": self.kernels.tolist(), "network": json.loads(self.network.save())}
+        if self.fits is not None:
+            document["fits"] = self.fits.save()
+        if self.largest is not None:
+            document["largest"] = json.loads(self.largest.save())
+        return json.dumps(document).encode()
 
     @classmethod
     def load(cls, saved: bytes) -> Choice:
@@ -264,9 +266,27 @@ class Choice:
         network = (Experts if "networks" in network_document else Network).of(network_document)
         if kernels.ndim != 2 or kernels.shape[1] != len(PARTS) or not len(kernels):
             raise ValueError
-        if network.values != sum(len(halves) for halves, _ in vocabulary(kernels)):
+        (tiles, _), (rests, _) = vocabulary(kernels)
+        fits = Fits.of(document["fits"], Grid.of(tiles, rests)) if "fits" in document else None
+        if network.values != len(tiles) + len(rests) + (CONTEXT if fits else 0):
             raise ValueError
-        return cls(network, kernels, cls.of(document["largest"]) if "largest" in document else None)
+        return cls(network, kernels, fits, cls.of(document["largest"]) if "largest" in document else None)
+
+
+def _best(values: Array32, first: int, last: int) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.floating]]:
+    """Where among some of each row's values the largest is, and its softmax among them: a bit off by the compiled loops."""
+    loops: Any = compiled.at_hand()
+    if loops:
+        place, chance = loops.best(values, first, last)
+        return place, chance
+    place = values[:, first:last].argmax(axis=1)
+    return place, _softmax(values[:, first:last], place)
+
+
+def _softmax(values: Array32, place: npt.NDArray[np.integer]) -> Array32:
+    """Of the largest of each row's values, which is at this place, (rows,)."""
+    less = values - np.take_along_axis(values, place[:, None], axis=1)
+    return np.asarray(1 / np.exp(less, out=less).sum(axis=1))
 
 
 def are_largest(sizes: Sizes) -> npt.NDArray[np.bool_]:
@@ -282,6 +302,12 @@ def _of_largest(matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.bool_]:
     return are_largest((m, n, k, groups))
 
 
+def sizes_in(logarithms: npt.NDArray[np.floating]) -> tuple[Array32, Array32, Array32]:
+    """M, N and groups of calls, each (rows, 1), by the first four inputs of `asked`: exact up to a million."""
+    m, n, _, groups = np.rint(np.exp2(logarithms.astype(np.float64))).astype(np.float32).T[:, :, None]
+    return m, n, groups
+
+
 def vocabulary(kernels: Codes) -> list[tuple[Codes, Codes]]:
     """Of the tiles, and then of the rests: those that there are, in order of their parts, and which of them each kernel has.
 
@@ -295,7 +321,7 @@ def vocabulary(kernels: Codes) -> list[tuple[Codes, Codes]]:
 def chosen_tiles(parts: Codes, m: Array, n: Array, groups: Array) -> Array:
     """Tiles of the result that chosen kernels make, in whole clusters; `parts` as of `Choice.told`."""
     tile_n, tile_m, cluster = parts[:, :3].T.astype(np.float64)
-    return _tiles(m, n, groups, tile_m, tile_n % _KIND, *np.divmod(cluster, 10))
+    return _tiles(m, n, groups, tile_m, tile_n % KIND, *np.divmod(cluster, 10))
 
 
 def _tiles(m: Array, n: Array, groups: Array, tile_m: Array, tile_n: Array, cluster_n: Array, cluster_m: Array) -> Array:
@@ -308,7 +334,7 @@ def _tiles(m: Array, n: Array, groups: Array, tile_m: Array, tile_n: Array, clus
 def chosen_features(parts: Codes, m: Array, n: Array, k: Array, groups: Array, hardware: HardwareSpec) -> tuple[list[str], Array]:
     """Names and (rows, features) matrix of what follows from a chosen kernel; `parts` as of `Choice.told`."""
     part = dict(zip(PARTS, parts.T.astype(np.float64), strict=True))
-    kind, tile_n = np.divmod(part["tile_n"], _KIND)
+    kind, tile_n = np.divmod(part["tile_n"], KIND)
     cluster_n, cluster_m = np.divmod(part["cluster"], 10)
     tile_m = part["tile_m"]
     tiles = _tiles(m, n, groups, tile_m, tile_n, cluster_n, cluster_m)

@@ -13,6 +13,8 @@ from types import ModuleType
 # Rows of all kernels for which xgboost takes longer than compiling the loops and the loops together.
 ROWS_WORTH_COMPILING = 1 << 14
 _LOOPS = "perfmodel.loops"
+# Units that are rectified at once: layers are as wide as a multiple of it. Of other values as many as are looked at at once.
+AT_ONCE = 16
 
 
 def worth_compiling(rows: int) -> bool:

@@ -131,10 +131,14 @@ def judge(rows: pd.DataFrame, predicted: np.ndarray, bounds: np.ndarray) -> dict
 
 
 def fitted_rows(everything: pd.DataFrame, least: int = LEAST_ROWS_FIT) -> pd.DataFrame:
-    """Rows to fit: settled, no held-out sweep, no shape of `NEVER_SEEN`, no kernel of fewer than `least` (named on stderr)."""
+    """Rows to fit: settled, no held-out sweep, no shape of `NEVER_SEEN`, no kernel of fewer than `least` (named on stderr).
+
+    An operand is no GEMM's shape, though both may be written alike: a GEMM's N may be 1.
+    """
     fitted = everything["settled"] & ~everything["sweep"].isin(HELD_OUT_SWEEPS)
-    kept = pd.MultiIndex.from_frame(everything.loc[everything["sweep"].isin(NEVER_SEEN), SHAPE])
-    fitted &= ~pd.MultiIndex.from_frame(everything[SHAPE]).isin(kept)
+    of_memory = {name: name in KERNELS and KERNELS[name].kind in MEMORY_KINDS for name in everything["kernel"].unique()}
+    shapes = pd.MultiIndex.from_frame(everything[SHAPE].assign(memory=everything["kernel"].map(of_memory).astype(bool)))
+    fitted &= ~shapes.isin(shapes[everything["sweep"].isin(NEVER_SEEN).to_numpy()])
     rows = everything[fitted]
     number = rows["kernel"].value_counts()
     for kernel, count in number[number < least].items():

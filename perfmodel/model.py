@@ -136,9 +136,12 @@ class PerfModel:
 
     @property
     def kernels_fingerprint(self) -> str:
-        """Identity of what was learned of the kernels, from which another GPU's fit begins; other intervals leave it as it is."""
-        digest = hashlib.sha256()
-        for name in sorted(self.kernel_files):
+        """Identity of trees and networks of the kernels, from which another GPU's fit begins; other intervals leave it as it is.
+
+        So do other networks of what the library chooses, of which each GPU has its own.
+        """
+        digest, choices = hashlib.sha256(), {choice_file(kernel) for kernel in self.manifest["kernels"]}
+        for name in sorted(set(self.kernel_files) - choices):
             digest.update(name.encode() + (self.folder / name).read_bytes())
         return digest.hexdigest()[:16]
 

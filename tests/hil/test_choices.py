@@ -11,12 +11,14 @@ import pytest
 import hil.fingerprint
 import hil.kernels
 from hil import asked as careful
-from hil import asking, choices
+from hil import asking, choices, teaching
+from hil.begun import gone_on
 from hil.kernels.base import Shape
-from perfmodel import hardware
+from perfmodel import choice, hardware
 from perfmodel.calls import columns_of
 from perfmodel.choice import PARTS, TILE, Choice, are_largest, asked, parts_of, vocabulary
 from perfmodel.data_folder import data_folder
+from perfmodel.fits import CONTEXT, NEVER, Grid
 from perfmodel.model import choice_file
 from perfmodel.network import Experts
 from perfmodel.saved import read_spec
@@ -123,6 +125,26 @@ def test_a_rule_is_learned_and_judged_on_answers_held_out(library, monkeypatch):
     assert right == pytest.approx(judged["all_right"], abs=0.04)
 
 
+def test_a_choice_by_waves_is_learned_from_few_answers(monkeypatch):
+    """Whichever of four tiles computes least in whole waves: next to nothing of it is in what the network sees."""
+    monkeypatch.setattr(choices, "BATCH", 256)
+    generator, spec = np.random.default_rng(0), hardware.load("h200")
+    m, n, k = (np.floor(2 ** generator.uniform(7, 13, 9000)) for _ in range(3))
+    tiles = np.array([[176, 128], [112, 192], [304, 64], [80, 256]])
+    waves = np.stack([np.ceil(np.ceil(n / wide) * np.ceil(m / high) / 132) * wide * high for wide, high in tiles], axis=1)
+    parts = np.zeros((len(m), len(PARTS)), dtype=np.int64)
+    parts[:, :2], parts[:, 2] = tiles[waves.argmin(axis=1)], 11
+    rows = pd.DataFrame({"kernel": KERNEL, "m": m, "n": n, "k": k, "groups": 1.0}).assign(
+        **dict(zip(PARTS, parts.T, strict=True))
+    )
+    _, with_fits = choices.learn(KERNEL, rows, spec, epochs=12, width=32)
+    monkeypatch.setattr(teaching, "worth_of_tiles", lambda xp, sizes, grid, fits, context: 0 * context[:, :1])
+    monkeypatch.setattr(choice, "add_worth_of_tiles", lambda *_: None)
+    _, without = choices.learn(KERNEL, rows, spec, epochs=12, width=32)
+    print(with_fits, without)
+    assert with_fits["all_right"] > without["all_right"] + 0.1
+
+
 def test_learning_goes_on_from_another_gpus_network(library, monkeypatch):
     monkeypatch.setattr(choices, "WIDTH", 48)
     monkeypatch.setattr(choices, "BATCH", 256)
@@ -143,7 +165,11 @@ def test_learning_goes_on_from_another_gpus_network(library, monkeypatch):
     assert (stays.told(matrix)[0] == again[0]).all(axis=1).mean() > 0.99
     half, _ = choices.learn(KERNEL, few, spec, epochs=4, start=start, keep=0.5)
     learned, _ = choices.learn(KERNEL, few, spec, epochs=4, start=start)
-    begun = choices._gone_on(start, half.kernels)
+    begun, fits = gone_on(start, half.kernels, spec.multiprocessors)
+    for was, became, between in zip(fits.arrays, learned.fits.arrays, half.fits.arrays, strict=True):
+        there = became > NEVER
+        np.testing.assert_allclose(between[there], (was + became)[there] / 2, atol=2e-3)
+        assert (between[~there] == NEVER).all()
     ends = [network.layers[1][0] for network in (begun, learned.network)]
     np.testing.assert_allclose(half.network.layers[1][0], sum(ends) / 2, atol=2e-3)
     # What this GPU's library never chooses is forgotten; what it alone chooses is learned.
@@ -190,7 +216,7 @@ def test_what_it_begins_with_says_what_the_networks_say():
             result[rows] = values
         return result
 
-    begun = choices._gone_on(start, kernels)
+    begun, fits = gone_on(start, kernels, 132)
     assert isinstance(begun, Experts) and all(map(len, begun.asked(matrix)))
     said, out, theirs = given(start.network), given(begun), [number for _, number in vocabulary(start.kernels)]
     first = len(vocabulary(start.kernels)[0][0])
@@ -198,11 +224,26 @@ def test_what_it_begins_with_says_what_the_networks_say():
         known = int(np.flatnonzero((start.kernels == kernel).all(axis=1))[0])
         for mine, its in ((numbers[0][row], theirs[0][known]), (sizes[0] + numbers[1][row], first + theirs[1][known])):
             np.testing.assert_allclose(out[:, mine], said[:, its], rtol=1e-3, atol=1e-3)
+    # What the network says of fits, and what these are worth beside: of the new tile and of the new rest nothing.
+    np.testing.assert_allclose(out[:, -CONTEXT:], said[:, -CONTEXT:], rtol=1e-3, atol=1e-3)
+    (tiles, tile), (rests, rest) = vocabulary(kernels)
+    before, (_, its_tile), (_, its_rest) = start.fits, *vocabulary(start.kernels)
+    assert not fits.tiles[tile[0]].any() and set(np.unique(fits.pairs[tile[0]])) == {0, np.float32(NEVER)}
+    assert set(np.unique(fits.pairs[:, rest[1]])) == {0, np.float32(NEVER)}
+    grid, old = Grid.of(tiles, rests), start.grid
+    for row, kernel in enumerate(kernels[2:], 2):
+        known = int(np.flatnonzero((start.kernels == kernel).all(axis=1))[0])
+        mine, its = (tile[row], rest[row]), (its_tile[known], its_rest[known])
+        assert fits.pairs[mine] == before.pairs[its] > NEVER
+        np.testing.assert_array_equal(fits.tiles[mine[0]], before.tiles[its[0]])
+        np.testing.assert_array_equal(fits.across[grid.tile_wide[mine[0]]], before.across[old.tile_wide[its[0]]])
+        np.testing.assert_array_equal(fits.down[grid.tile_high[mine[0]]], before.down[old.tile_high[its[0]]])
+        np.testing.assert_array_equal(fits.clusters[grid.rest_cluster[mine[1]]], before.clusters[old.rest_cluster[its[1]]])
     for network, before, rows in zip(begun.networks, start.network.networks, begun.asked(matrix), strict=True):
         biases = before.layers[-1][1]
         assert (network.layers[-1][1][numbers[0][0]] == biases[:first].min()).all()
         assert (out[rows, numbers[0][0]] == biases[:first].min()).all()
-        assert (out[rows, sizes[0] + numbers[1][1]] == biases[first:].min()).all()
+        assert (out[rows, sizes[0] + numbers[1][1]] == biases[first:-CONTEXT].min()).all()
 
 
 def test_experts_learn_from_answers_each_its_own(library):
@@ -295,7 +336,7 @@ def test_answers_of_earlier_runs_are_learned_from_and_not_asked_again(library, t
     judged = json.loads((tmp_path / "choices.json").read_text())["kernels"][KERNEL]
     assert judged["rows"] + judged["held_out"] == 1600
     choice = Choice.load(gzip.decompress((tmp_path / "choices" / choice_file(KERNEL)).read_bytes()))
-    outputs = sum(len(halves) for halves, _ in vocabulary(choice.kernels))
+    outputs = sum(len(halves) for halves, _ in vocabulary(choice.kernels)) + CONTEXT
     assert [weights.shape[1] for weights, _ in choice.network.layers] == [24, 24, 24, outputs]
     for wrong in (
         ["--sure", "2"],
@@ -303,7 +344,7 @@ def test_answers_of_earlier_runs_are_learned_from_and_not_asked_again(library, t
         ["--keep", "1"],
         ["--keep", "0.5"],
         ["--epochs", "0"],
-        ["--start", "h200", "--experts", "24", "--kernels", KERNEL],
+        ["--start", "h200", "--experts", "12", "--kernels", KERNEL],
         ["--earlier", str(tmp_path / "none.parquet")],
     ):
         with pytest.raises(SystemExit):
@@ -312,7 +353,7 @@ def test_answers_of_earlier_runs_are_learned_from_and_not_asked_again(library, t
     for why in (
         "none.parquet is not there", "--sure 2 is no share", "--sure is of what the networks of --start know",
         "--keep 1 is no share", "--keep is of the networks of --start",
-        f"--experts 24 is no multiple of the 16 networks of {KERNEL} in --start",
+        f"--experts 12 is no multiple of the 8 networks of {KERNEL} in --start",
     ):  # fmt: skip
         assert why in printed
 

@@ -1,6 +1,7 @@
 """What a library chooses: kernels' names taken apart, what follows from them, and a network's word for it."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -17,10 +18,23 @@ from perfmodel.choice import (
     asked,
     chosen_features,
     parts_of,
+    sizes_in,
+    vocabulary,
     with_choice,
 )
 from perfmodel.features import features
-from perfmodel.network import Experts, Network
+from perfmodel.fits import (
+    CONTEXT,
+    NEVER,
+    OF_TILE,
+    Fits,
+    Grid,
+    add_worth_of_tiles,
+    unlearned,
+    worth_of_rests,
+    worth_of_tiles,
+)
+from perfmodel.network import Experts, Network, in_half
 
 H200 = hardware.load("h200")
 KERNEL = "torch/fp8_tensorwise_fast"
@@ -108,8 +122,8 @@ def test_the_likeliest_is_taken_and_stands_behind_the_features(choice):
     assert same is known[1] and not no_doubt.any()
 
 
-def test_only_kernels_that_exist_are_told_the_likeliest_by_its_tile_and_rest_together():
-    """Of 40 kernels drawn from 9 tiles and 12 rests, against the sums of all, one by one."""
+def test_only_kernels_that_exist_are_told_the_likeliest_rest_of_the_likeliest_tile():
+    """Of 40 kernels drawn from 9 tiles and 12 rests, against a search one by one."""
     generator = np.random.default_rng(3)
     tiles, rests = (np.unique(generator.integers(0, 9, (size, parts)), axis=0) for size, parts in ((9, 2), (12, 6)))
     pairs = generator.permutation([(a, b) for a in range(len(tiles)) for b in range(len(rests))])[:40]
@@ -127,14 +141,123 @@ def test_only_kernels_that_exist_are_told_the_likeliest_by_its_tile_and_rest_tog
         row[[values[0][tuple(kernel[:2])], len(used[0]) + values[1][tuple(kernel[2:])]]] = 4.0
     (found, doubt), apart = Choice(network, kernels).told(matrix), 0
     for row, parts, unsure in zip(matrix, found, doubt, strict=True):
-        sums = [row[values[0][tuple(k[:2])]] + row[len(used[0]) + values[1][tuple(k[2:])]] for k in kernels.tolist()]
-        assert (parts == kernels[int(np.argmax(sums))]).all()
-        best = [*used[0][row[: len(used[0])].argmax()], *used[1][row[len(used[0]) :].argmax()]]
-        apart += best not in kernels.tolist()
-        halves = np.split(row.astype(float), [len(used[0])])
-        chance = np.prod([softmax(half).max() for half in halves]) if best in kernels.tolist() else 0.0
+        of_tiles, of_rests = np.split(row.astype(float), [len(used[0])])
+        tile = used[0][of_tiles.argmax()].tolist()
+        there = [values[1][tuple(kernel[2:])] for kernel in kernels.tolist() if kernel[:2] == tile]
+        rest = there[int(of_rests[there].argmax())]
+        assert parts.tolist() == [*tile, *used[1][rest]]
+        apart += rest != of_rests.argmax()
+        chance = softmax(of_tiles).max() * softmax(of_rests[there]).max()
         assert unsure == sum(chance < edge for edge in DOUBT)
     assert apart > 100 and len(set(doubt.tolist())) == len(DOUBT) + 1
+
+
+@pytest.fixture(scope="module")
+def fitting() -> Choice:
+    """Chooses by a drawn network, and by drawn worths of how tiles and clusters fit, among half of all pairs of them."""
+    generator = np.random.default_rng(11)
+    tiles = [(wide + kind, high) for wide in (64, 96, 176) for high in (8, 64, 192) for kind in (0, 1000)]
+    rests = [(cluster, shared, 0, 1, 0, 0) for cluster in (11, 12, 41) for shared in (0, 2)]
+    kernels = np.array([[*tile, *rest] for tile in tiles for rest in rests])
+    kernels = kernels[np.sort(generator.permutation(len(kernels))[: len(kernels) // 2])]
+    (tiles_used, tile), (rests_used, rest) = vocabulary(kernels)
+    grid, exists = Grid.of(tiles_used, rests_used), np.zeros((len(tiles_used), len(rests_used)), dtype=bool)
+    exists[tile, rest] = True
+    fits = unlearned(grid, exists, H200.multiprocessors)
+    for array in fits.arrays[:-1]:
+        array[:] = in_half(2 * generator.standard_normal(array.shape))
+    fits.pairs[exists] = in_half(generator.standard_normal(exists.sum()))
+    inputs, values = asked(KERNEL, *columns(64, 64, 64, 1), H200).shape[1], exists.shape[0] + exists.shape[1] + CONTEXT
+    weights = (generator.standard_normal((inputs, values)) / np.sqrt(inputs)).astype(np.float32)
+    nothing, one = np.zeros(inputs, np.float32), np.ones(inputs, np.float32)
+    return Choice(Network(nothing, one, 0.0, 1.0, [(weights, np.zeros(values, np.float32))]), kernels, fits)
+
+
+def sizes_drawn(count: int) -> tuple[np.ndarray, ...]:
+    generator = np.random.default_rng(2)
+    m, n, k = (np.floor(2 ** generator.uniform(3, 15, count)) for _ in range(3))
+    return m, n, k, np.where(generator.random(count) < 0.3, np.floor(2 ** generator.uniform(0, 7, count)), 1.0)
+
+
+def test_what_fits_are_worth_is_added_to_what_the_network_says(fitting):
+    """Against the same by hand, in float64, one kernel after the other."""
+    sizes = sizes_drawn(400)
+    matrix = asked(KERNEL, *sizes, H200)
+    told, doubt = fitting.told(matrix)
+    (tiles, _), (rests, _) = vocabulary(fitting.kernels)
+    fits, grid, existing = fitting.fits, fitting.grid, {tuple(kernel) for kernel in fitting.kernels.tolist()}
+    wide, high, clusters = grid.wide.tolist(), grid.high.tolist(), [(1, 1), (1, 2), (4, 1)]
+    assert grid.clusters.tolist() == [list(cluster) for cluster in clusters]
+    chances, close = [], 0
+    for row, parts, m, n, groups in zip(fitting.network.outputs(matrix).astype(float), told, *sizes[:2], sizes[3], strict=True):
+        of_tiles, of_rests, own = np.split(row, [len(tiles), len(tiles) + len(rests)])
+        for number, (tile_n, tile_m) in enumerate(tiles.tolist()):
+            a, b = tile_n % 1000, tile_m
+            across, down = math.ceil(n / a), math.ceil(m / b)
+            waves = across * down * groups / H200.multiprocessors
+            facts = [waves / math.ceil(waves), 1 / math.ceil(waves), n / (across * a), math.log2(across)]
+            facts += [m / (down * b), math.log2(down)]
+            worth = [*fits.tiles[number], *fits.across[wide.index(a)], *fits.down[high.index(b)]]
+            of_tiles[number] += sum((w + c) * fact for w, c, fact in zip(worth, own, facts, strict=False))
+        best = int(of_tiles.argmax())
+        a, b = tiles[best, 0] % 1000, tiles[best, 1]
+        for number, (cluster, *_) in enumerate(rests.tolist()):
+            along_n, along_m = divmod(cluster, 10)
+            across, down = math.ceil(n / a), math.ceil(m / b)
+            whole_n, whole_m = (math.ceil(count / by) * by for count, by in ((across, along_n), (down, along_m)))
+            waves = whole_n * whole_m * groups / H200.multiprocessors
+            facts = [across / whole_n, down / whole_m, math.log2(math.ceil(waves)), waves / math.ceil(waves)]
+            worth = fits.clusters[clusters.index((along_n, along_m))]
+            of_rests[number] += sum((w + c) * fact for w, c, fact in zip(worth, own[OF_TILE:], facts, strict=True))
+            of_rests[number] += fits.pairs[best, number]
+            assert (fits.pairs[best, number] == NEVER) == ((*tiles[best], *rests[number]) not in existing)
+        if min(np.diff(np.sort(half)[-2:])[0] for half in (of_tiles, of_rests)) < 1e-3:
+            close += 1
+        else:
+            assert parts.tolist() == [*tiles[best], *rests[of_rests.argmax()]]
+        chances.append(softmax(of_tiles).max() * softmax(of_rests).max())
+    assert close < 10 and len(np.unique(told, axis=0)) > 8
+    np.testing.assert_array_equal(doubt, (np.array(chances)[:, None] < DOUBT).sum(axis=1))
+
+
+def test_fits_are_worth_the_same_by_compiled_loops_tensors_and_once_saved(fitting, monkeypatch):
+    matrix = asked(KERNEL, *sizes_drawn(3000), H200)
+    assert compiled.loops() is not None
+    by_loops = fitting.told(matrix)
+    sizes, generator = sizes_in(matrix[:, :4]), np.random.default_rng(0)
+    context = generator.standard_normal((len(matrix), CONTEXT)).astype(np.float32)
+    values = generator.standard_normal((len(matrix), len(fitting.grid.tile_wide) + 7)).astype(np.float32)
+    added = values.copy()
+    add_worth_of_tiles(added, sizes, fitting.grid, fitting.fits, context)
+    worth = worth_of_tiles(np, sizes, fitting.grid, fitting.fits, context)
+    np.testing.assert_array_equal(added[:, :-7], values[:, :-7] + worth)
+    np.testing.assert_array_equal(added[:, -7:], values[:, -7:])
+    tile = generator.integers(0, worth.shape[1], len(matrix))
+    rest = worth_of_rests(np, sizes, fitting.grid, fitting.fits, context, tile)
+    monkeypatch.setattr(compiled, "worth_compiling", lambda rows: False)
+    add_worth_of_tiles(values, sizes, fitting.grid, fitting.fits, context)
+    np.testing.assert_array_equal(values, added)
+    for again in (fitting, Choice.load(fitting.save())):
+        for one, other in zip(again.told(matrix), by_loops, strict=True):
+            np.testing.assert_array_equal(one, other)
+    torch = pytest.importorskip("torch")
+    tensors = [torch.from_numpy(part) for part in (*sizes, context, tile)]
+    grid = fitting.grid.of_arrays(torch.from_numpy)
+    fits = Fits.of_arrays(H200.multiprocessors, [torch.from_numpy(array) for array in fitting.fits.arrays])
+    found = worth_of_tiles(torch, tuple(tensors[:3]), grid, fits, tensors[3])
+    np.testing.assert_allclose(found.numpy(), worth, rtol=1e-5, atol=1e-4)
+    found = worth_of_rests(torch, tuple(tensors[:3]), grid, fits, *tensors[3:])
+    np.testing.assert_allclose(found.numpy(), rest, rtol=1e-5, atol=1e-4)
+
+
+def test_fits_of_other_kernels_are_refused(fitting):
+    document = json.loads(fitting.save())
+    for kernels in (document["kernels"][len(document["kernels"]) // 2 :], [[*fitting.kernels[0]]]):
+        with pytest.raises(ValueError, match="damaged"):
+            Choice.load(json.dumps({**document, "kernels": np.array(kernels).tolist()}).encode())
+    del document["fits"]
+    with pytest.raises(ValueError, match="damaged"):
+        Choice.load(json.dumps(document).encode())
 
 
 @pytest.mark.parametrize(("width", "first", "last"), [(436, 0, 283), (436, 283, 436), (25, 0, 1), (40, 3, 19), (40, 8, 40)])
@@ -149,12 +272,7 @@ def test_compiled_loops_find_the_best_of_a_row_and_its_softmax(width, first, las
     place, chance = loops.best(values, first, last)
     np.testing.assert_array_equal(place, some.argmax(axis=1))
     np.testing.assert_allclose(chance, softmax(some.astype(float), axis=1).max(axis=1), rtol=1e-6)
-    pairs, asked = generator.integers(0, width, (500, 2)).astype(np.int32), np.arange(3, 257, 5)
-    pairs[400:] = pairs[:100]
-    sums = values[asked][:, pairs[:, 0]] + values[asked][:, pairs[:, 1]]
-    np.testing.assert_array_equal(loops.best_pair(values, asked, pairs), sums.argmax(axis=1))
     assert [len(part) for part in loops.best(values[:0], first, last)] == [0, 0]
-    assert not len(loops.best_pair(values, asked[:0], pairs))
 
 
 def test_compiled_loops_change_neither_kernel_nor_doubt(monkeypatch):
@@ -219,7 +337,7 @@ def test_the_largest_calls_are_told_by_their_own(choice):
     assert apart.tolist() == [False, False, True, False, False, True] == are_largest(sizes).tolist()
     assert values[3] == LARGE_VALUES and 0.99 * LARGE_FLOP < work[1] < LARGE_FLOP > work[5]
     swapped = Choice(choice.network, choice.kernels[::-1])
-    both = Choice(choice.network, choice.kernels, swapped)
+    both = Choice(choice.network, choice.kernels, largest=swapped)
     for of in (both, Choice.load(both.save())):
         told, doubt = of.told(matrix)
         for mine, whose in ((apart, swapped), (~apart, choice)):

@@ -197,6 +197,21 @@ def test_left_out_kernels_are_named(sweep, tmp_path, capsys):
     assert "left out torch/fp8_block128: " in capsys.readouterr().err
 
 
+def test_an_operand_is_no_gemms_shape_though_both_are_written_alike():
+    """A GEMM of one column that judges leaves no operand of its rows and columns out, nor the other way round."""
+    judged = next(iter(fit.NEVER_SEEN))
+    alike, apart = (512, 1, 1024, 1), (512, 1, 2048, 1)
+    rows = pd.DataFrame(
+        [
+            ("torch/bf16", *alike, judged), ("torch/relu_forward", *alike, "lrm"), ("torch/bf16", *alike, "lrm"),
+            ("torch/relu_forward", *apart, judged), ("torch/bf16", *apart, "lrm"), ("torch/relu_backward", *apart, "lrm"),
+        ],
+        columns=["kernel", "m", "n", "k", "groups", "sweep"],
+    ).assign(settled=True)  # fmt: skip
+    found = fit.fitted_rows(rows, least=1)
+    assert found[["kernel", "k"]].to_numpy().tolist() == [["torch/relu_forward", 1024], ["torch/bf16", 2048]]
+
+
 def test_unusable_sweeps_are_refused(sweep, tmp_path, capsys):
     spec = str(sweep[0] / "mine.json")
 
