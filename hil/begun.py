@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hil import teaching
-from perfmodel.choice import Choice, vocabulary
-from perfmodel.fits import CONTEXT, NEVER, Fits, Grid, unlearned
+from perfmodel.choice import Choice, grid_of, vocabulary
+from perfmodel.fits import CONTEXT, NEVER, Fits, unlearned
 from perfmodel.hardware import HardwareSpec
 from perfmodel.network import Experts, Network
 
@@ -53,7 +53,7 @@ def unlearned_of(kernels: npt.NDArray[np.int64], multiprocessors: int) -> Fits:
     (tiles, tile), (rests, rest) = vocabulary(kernels)
     exists = np.zeros((len(tiles), len(rests)), dtype=np.bool_)
     exists[tile, rest] = True
-    return unlearned(Grid.of(tiles, rests), exists, multiprocessors)
+    return unlearned(grid_of(kernels), exists, multiprocessors)
 
 
 def gone_on(start: Choice, kernels: npt.NDArray[np.int64], multiprocessors: int) -> tuple[Network | Experts, Fits]:
@@ -93,13 +93,13 @@ def _both_have(now: npt.NDArray[Any], before: npt.NDArray[Any]) -> tuple[list[in
 
 
 def _fits_gone_on(start: Choice, kernels: npt.NDArray[np.int64], multiprocessors: int) -> Fits:
-    """A choice's fits for other kernels; arguments as of `_gone_on`."""
+    """A choice's fits for other kernels; arguments as of `gone_on`."""
     fits = unlearned_of(kernels, multiprocessors)
     if start.fits is None:
         return fits
     known, wanted = vocabulary(start.kernels), vocabulary(kernels)
     (tiles, its_tiles), (rests, its_rests) = (_both_have(now, old) for (now, _), (old, _) in zip(wanted, known, strict=True))
-    before, now = start.grid, Grid.of(wanted[0][0], wanted[1][0])
+    before, now = start.grid, grid_of(kernels)
     ways = ((now.wide, before.wide), (now.high, before.high), (now.clusters, before.clusters))
     places = [(tiles, its_tiles), *(_both_have(mine, its) for mine, its in ways)]
     for array, its, (mine, theirs) in zip(fits.arrays, start.fits.arrays, places, strict=False):

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from perfmodel.choice import vocabulary
+from perfmodel.choice import grid_of
 from perfmodel.features import features
-from perfmodel.fits import NEVER, Fits, Grid, worth_of_rests, worth_of_tiles
+from perfmodel.fits import NEVER, Fits, worth_of_rests, worth_of_tiles
 from perfmodel.hardware import HardwareSpec
 from perfmodel.network import REACH, Experts, Network, in_half
 
@@ -162,10 +162,9 @@ class FitsTaught:
         """
         import torch
 
-        (tiles, _), (rests, _) = vocabulary(kernels)
+        device = sizes[0].device
         self._begun, self._sizes = begun, sizes
-        device, self._counts = sizes[0].device, (len(tiles), len(rests))
-        self._grid = Grid.of(tiles, rests).of_arrays(lambda array: torch.from_numpy(array).to(device))
+        self._grid = grid_of(kernels).of_arrays(lambda array: torch.from_numpy(array).to(device))
         self.parameters = [torch.nn.Parameter(torch.from_numpy(array.copy()).to(device)) for array in begun.arrays]
         self._exists = torch.from_numpy(begun.pairs > NEVER).to(device)
 
@@ -173,7 +172,7 @@ class FitsTaught:
         """Of what the last layer gives for rows, (rows, values), with these numbers, of each of which tile and rest are known."""
         import torch
 
-        (m, n, groups), (tiles, rests) = (size[index] for size in self._sizes), self._counts
+        (m, n, groups), (tiles, rests) = (size[index] for size in self._sizes), self._exists.shape
         *others, pairs = self.parameters
         fits = Fits.of_arrays(self._begun.multiprocessors, [*others, torch.where(self._exists, pairs, NEVER)])
         context, right = out[:, tiles + rests :], tile[index]

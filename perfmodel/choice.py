@@ -181,8 +181,7 @@ class Choice:
     @cached_property
     def grid(self) -> Grid:
         """Of the kernels."""
-        (tiles, _), (rests, _) = vocabulary(self.kernels)
-        return Grid.of(tiles, rests)
+        return grid_of(self.kernels)
 
     def told(self, matrix: npt.NDArray[np.floating]) -> tuple[Codes, npt.NDArray[np.int64]]:
         """For what `asked` makes: `PARTS` of the likeliest kernel, (rows, parts), and the class of doubt, (rows,).
@@ -266,9 +265,8 @@ class Choice:
         network = (Experts if "networks" in network_document else Network).of(network_document)
         if kernels.ndim != 2 or kernels.shape[1] != len(PARTS) or not len(kernels):
             raise ValueError
-        (tiles, _), (rests, _) = vocabulary(kernels)
-        fits = Fits.of(document["fits"], Grid.of(tiles, rests)) if "fits" in document else None
-        if network.values != len(tiles) + len(rests) + (CONTEXT if fits else 0):
+        fits = Fits.of(document["fits"], grid_of(kernels)) if "fits" in document else None
+        if network.values != sum(len(halves) for halves, _ in vocabulary(kernels)) + (CONTEXT if fits else 0):
             raise ValueError
         return cls(network, kernels, fits, cls.of(document["largest"]) if "largest" in document else None)
 
@@ -316,6 +314,12 @@ def vocabulary(kernels: Codes) -> list[tuple[Codes, Codes]]:
     """
     found = (np.unique(half, axis=0, return_inverse=True) for half in np.split(kernels, [TILE], axis=1))
     return [(halves, number.ravel()) for halves, number in found]
+
+
+def grid_of(kernels: Codes) -> Grid:
+    """Extents of the tiles and clusters of kernels; the argument as of `vocabulary`."""
+    (tiles, _), (rests, _) = vocabulary(kernels)
+    return Grid.of(tiles, rests)
 
 
 def chosen_tiles(parts: Codes, m: Array, n: Array, groups: Array) -> Array:

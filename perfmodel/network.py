@@ -150,7 +150,7 @@ class Network:
             x = np.matmul(x, weights, out=out)
             if number == len(self.layers) - 1:
                 x += biases
-            elif loops and not len(biases) % loops.AT_ONCE:
+            elif loops and not len(biases) % compiled.AT_ONCE:
                 loops.rectify(x, biases)
             else:
                 x += biases

@@ -16,9 +16,9 @@ from hil.begun import gone_on
 from hil.kernels.base import Shape
 from perfmodel import choice, hardware
 from perfmodel.calls import columns_of
-from perfmodel.choice import PARTS, TILE, Choice, are_largest, asked, parts_of, vocabulary
+from perfmodel.choice import PARTS, TILE, Choice, are_largest, asked, grid_of, parts_of, vocabulary
 from perfmodel.data_folder import data_folder
-from perfmodel.fits import CONTEXT, NEVER, Grid
+from perfmodel.fits import CONTEXT, NEVER
 from perfmodel.model import choice_file
 from perfmodel.network import Experts
 from perfmodel.saved import read_spec
@@ -226,11 +226,11 @@ def test_what_it_begins_with_says_what_the_networks_say():
             np.testing.assert_allclose(out[:, mine], said[:, its], rtol=1e-3, atol=1e-3)
     # What the network says of fits, and what these are worth beside: of the new tile and of the new rest nothing.
     np.testing.assert_allclose(out[:, -CONTEXT:], said[:, -CONTEXT:], rtol=1e-3, atol=1e-3)
-    (tiles, tile), (rests, rest) = vocabulary(kernels)
+    (_, tile), (_, rest) = vocabulary(kernels)
     before, (_, its_tile), (_, its_rest) = start.fits, *vocabulary(start.kernels)
     assert not fits.tiles[tile[0]].any() and set(np.unique(fits.pairs[tile[0]])) == {0, np.float32(NEVER)}
     assert set(np.unique(fits.pairs[:, rest[1]])) == {0, np.float32(NEVER)}
-    grid, old = Grid.of(tiles, rests), start.grid
+    grid, old = grid_of(kernels), start.grid
     for row, kernel in enumerate(kernels[2:], 2):
         known = int(np.flatnonzero((start.kernels == kernel).all(axis=1))[0])
         mine, its = (tile[row], rest[row]), (its_tile[known], its_rest[known])
