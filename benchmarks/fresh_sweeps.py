@@ -38,8 +38,11 @@ TITLES = {
     **dict.fromkeys(
         tuple(f"blind{number}" for number in (15, 16, *range(19, 26))), "Shapes of any sizes as people write them"
     ),
+    "blind26": "Between the round sizes", "blind27": "Between the round sizes, and any",
+    "blind28": "Products between the round sizes, and few of any",
     "blind_long": "Few products of long K", "blind_towers": "Few products of any sizes",
     "blind_towers2": "Few products of any sizes", "zoo_large": "Whole models' largest calls", "blind_large": "The largest calls",
+    "blind_large2": "The largest calls",
     "blind_memory8": "Operands of the largest batches", "blind_memory10": "Operands of any sizes",
 }  # fmt: skip
 # Kernels of which `sweeps` tells one by one, torch's.
@@ -51,9 +54,12 @@ SHOWN = {
 MANY_WORKERS = {"h200": ("blind", "blind2")}
 # Those of few products of any sizes, mostly ones that 8 does not divide, of which few were fitted.
 FEW_PRODUCTS = ("blind_long", "blind_towers", "blind_towers2")
-# And those of which each kernel has few, by what they are: of the largest batches; of any sizes, drawn unlike what was fitted.
+# And those of which each kernel has few, or of sizes that few layers have, by what they are: of the largest batches; between the
+# round sizes, on one more GPU; of any sizes, drawn unlike what was fitted.
+BETWEEN = ("blind26", "blind27", "blind28")
 APART = {
-    **dict.fromkeys(("zoo_large", "blind_large", "blind_memory8"), "large"),
+    **dict.fromkeys(("zoo_large", "blind_large", "blind_large2", "blind_memory8"), "large"),
+    **dict.fromkeys(BETWEEN, "between sizes"),
     **dict.fromkeys(WRITTEN, "any sizes"),
 }
 
@@ -101,7 +107,8 @@ def fresh(data: Data, classes: bool = False) -> None:
         regret = fit.regret_beside_bf16(among, together[usual], name)
         print(line(name, accuracy(rows["p50_us"].to_numpy()[mine], predicted[mine], bounds[mine]), regret).rstrip())
     choices(among, predicted[usual], ", each kernel told alone")
-    for some, what in ((usual, ""), (of == "large", " of the largest calls"), (of == "any sizes", " of any sizes")):
+    apart = (("large", " of the largest calls"), ("between sizes", " between the round sizes"), ("any sizes", " of any sizes"))
+    for some, what in ((usual, ""), *((of == kind, what) for kind, what in apart)):
         if some.any():
             choices(rows[some].reset_index(drop=True), together[some], what)
     if classes:

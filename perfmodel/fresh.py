@@ -5,8 +5,8 @@ what was measured around it. But they were drawn to teach, many of odd sizes, an
 those that are shipped: by these alone 83% to 99% of fresh measurements are inside, by kernel and size class. So the factors of
 each family and size class are raised to the power at which they hold 90% of the fresh sweeps, few rows leaning on what their kind
 asks for: split-conformal once more, by the shipped trees themselves. A sweep is judged by powers that it did not help to find. Of
-a library's largest calls (`perfmodel.choice.are_largest`) few are fitted, which asks for a power of their own; there a run stands
-for a sweep. Batched products in few groups (`perfmodel.prediction.in_few_groups`) are further off than one a sample, and ask for
+a kernel's largest calls (`perfmodel.choice.are_largest`) few are fitted, which asks for a power of their own; there a run stands
+for a sweep, and a kernel leans on its library. Batched products in few groups (`perfmodel.prediction.in_few_groups`) are further off than one a sample, and ask for
 one more. So do GEMMs, and memory-bound kernels, by how many digits their sizes take (`perfmodel.prediction.digits`): most sweeps
 are drawn as what teaches, of round sizes, and users' shapes need not be. Therefore the sweeps `WRITTEN`, of any sizes, count as a
 half if they are fewer; of operands there is but one such, whose halves stand for two (`HALVED`).
@@ -49,7 +49,7 @@ _HALVES = (f"{HALVED}, half 0", f"{HALVED}, half 1")
 # the last class were inside 59% to 79% on both GPUs, of round draws and any, when nothing asked for more.
 KINDS = ("GEMMs", "quantizers", "other memory-bound")
 BY_DIGITS = tuple(f"{kind}, by digits" for kind in KINDS)
-# Behind a library's name, the family of its largest calls.
+# Behind a kernel's name, the family of its largest calls; behind a library's, of all of its kernels' that have none.
 LARGEST = ", largest GEMMs"
 # Behind a kernel's, that of its products in few groups.
 IN_FEW_GROUPS = ", few groups"
@@ -81,7 +81,7 @@ class Fresh:
     """Fresh measurements beside intervals that none of them has widened.
 
     Attributes:
-        family: `family_of` each row's kernel, or of its library's largest calls, or of its products in few groups, (rows,).
+        family: `family_of` each row's kernel, or of its largest calls, or of its products in few groups, (rows,).
         size_class: Of its predicted time, (rows,).
         sweep: Its sweep, and its run where it is of the largest calls, or which half of `HALVED`, (rows,).
         needed: The logarithm of the power of its interval's factors at which the measurement is at an end of it, (rows,).
@@ -138,9 +138,9 @@ class Fresh:
     def _written(self) -> npt.NDArray[np.bool_]:
         return np.isin(self.sweep.astype(str), (*WRITTEN, *_HALVES))
 
-    @cached_property
-    def _largest(self) -> npt.NDArray[np.bool_]:
-        return np.array([name.endswith(LARGEST) for name in self.family], dtype=bool)
+    def _largest(self, library: str = "") -> npt.NDArray[np.bool_]:
+        """Which rows are of the largest calls, of a library's or of all, (rows,)."""
+        return np.array([name.endswith(LARGEST) and library in ("", library_of(name)) for name in self.family], dtype=bool)
 
     def powers(self, without: str | None = None) -> Powers:
         """The power of each size class's interval factors, by family; of what there are no rows of it is 1, and not there.
@@ -188,6 +188,11 @@ class Fresh:
         def of_all(kind: str) -> float:
             return beside(heard & self._rows_of[kind], ALIKE_FAMILY_ROWS, 0.0)
 
+        @cache
+        def of_largest(library: str) -> float:
+            usual = of_largest("") if library else 0.0
+            return beside(heard & self._largest(library), ALIKE_CLASS_ROWS, usual)
+
         # Those in few groups come last: theirs is one power more.
         families = sorted(dict.fromkeys(self.family[heard].tolist()), key=lambda name: name.endswith(IN_FEW_GROUPS))
         for family in families:
@@ -197,8 +202,9 @@ class Fresh:
                 rest = needed[mine] - usual_of[self.size_class[mine]]
                 own = (usual_of + _beside(rest, weight[mine], ALIKE_FAMILY_ROWS, 0.0)).tolist()
             elif family.endswith(LARGEST):
-                # Beside all libraries', and of any size alike: few are of another class than the last.
-                own = [beside(mine, ALIKE_CLASS_ROWS, beside(heard & self._largest, ALIKE_CLASS_ROWS, 0.0))] * CLASSES
+                # Beside its library's, those beside all libraries', and of any size alike: few are of another class than the last.
+                found[library_of(family) + LARGEST] = [of_largest(library_of(family))] * CLASSES
+                own = [beside(mine, ALIKE_CLASS_ROWS, of_largest(library_of(family)))] * CLASSES
             else:
                 usual = beside(mine, ALIKE_FAMILY_ROWS, of_all(kind_of(family)))
                 own = [beside(mine & (self.size_class == c), ALIKE_CLASS_ROWS, usual) for c in range(CLASSES)]
@@ -226,7 +232,7 @@ def _families(rows: pd.DataFrame) -> npt.NDArray[Any]:
         families[index] = family_of(name)
         families[index[in_few_groups(name, sizes)]] = family_of(name) + IN_FEW_GROUPS
         if "gemm" in KERNELS[name].kind:
-            families[index[are_largest(sizes)]] = library_of(name) + LARGEST
+            families[index[are_largest(sizes)]] = name + LARGEST
     return families
 
 
@@ -255,8 +261,16 @@ def _powers(logarithms: Mapping[str, Sequence[float]]) -> Powers:
 def _power(family: npt.NDArray[Any], classes: npt.NDArray[np.int64], by_digits: npt.NDArray[np.int64], powers: Powers) -> Array:
     """Of each row, (rows,)."""
     numbers, names = pd.factorize(family)
-    own = np.array([powers.get(name, [1.0] * CLASSES) for name in names.tolist()]).reshape(-1, CLASSES)[numbers, classes]
+    of_each = (_of_family(powers, name) or [1.0] * CLASSES for name in names.tolist())
+    own = np.array(list(of_each)).reshape(-1, CLASSES)[numbers, classes]
     return own * np.exp(_by_digits(np.log([powers.get(name, [1.0] * (len(DIGITS) + 1)) for name in BY_DIGITS]), by_digits))
+
+
+def _of_family(powers: Powers, family: str) -> Sequence[float] | None:
+    """A family's, or of largest calls that have none their library's; None where there is none."""
+    if family in powers or not family.endswith(LARGEST):
+        return powers.get(family)
+    return powers.get(library_of(family) + LARGEST)
 
 
 def _raised(predicted: Array, bounds: Array, power: Array) -> Array:
@@ -305,7 +319,7 @@ def raise_factors(entries: Mapping[str, Any], powers: Powers) -> dict[str, Any]:
         own = np.array(powers.get(family_of(kernel), [1.0] * CLASSES))
         factors = np.asarray(entry["interval_factors"]) ** own[:, None]
         result[kernel] = {**entry, "interval_factors": factors.tolist(), "interval_powers": own.tolist()}
-        if "gemm" in KERNELS[kernel].kind and (largest := powers.get(library_of(kernel) + LARGEST)):
+        if "gemm" in KERNELS[kernel].kind and (largest := _of_family(powers, kernel + LARGEST)):
             result[kernel]["wider_where_largest"] = float(largest[-1] / own[-1])
         if few := powers.get(family_of(kernel) + IN_FEW_GROUPS):
             result[kernel]["wider_in_few_groups"] = float(few[-1] / own[-1])

@@ -24,7 +24,7 @@ from perfmodel.fresh import (
     raise_bounds,
     raise_factors,
 )
-from perfmodel.kernels import KERNELS
+from perfmodel.kernels import KERNELS, library_of
 from perfmodel.prediction import FEW_GROUPS, bounds_of, digits, in_few_groups, wider
 
 KERNEL = "torch/bf16"
@@ -101,7 +101,7 @@ def test_a_sweep_has_no_say_in_its_own_intervals():
     assert found[rows["sweep"] == "blind3"].mean() > 0.93
 
 
-def test_the_largest_calls_of_a_library_have_a_power_of_their_own_and_runs_for_sweeps():
+def test_the_largest_calls_of_a_kernel_have_a_power_of_their_own_and_runs_for_sweeps():
     large = {"m": 2**21, "k": 512}
     rows, predicted, bounds = together(
         rows_of(1.0, count=4000),
@@ -111,17 +111,31 @@ def test_the_largest_calls_of_a_library_have_a_power_of_their_own_and_runs_for_s
         ),
     )
     asked = Fresh.of(rows, predicted, bounds)
-    assert dict.fromkeys(asked.family) == dict.fromkeys([KERNEL, f"torch{LARGEST}"])
+    assert dict.fromkeys(asked.family) == dict.fromkeys([KERNEL, f"{KERNEL}{LARGEST}", f"torch/fp8_block128{LARGEST}"])
     assert set(asked.sweep) == {"blind3", "blind_large, run 1", "blind_large, run 2"}
     powers = asked.powers()
     assert powers[KERNEL][2] == pytest.approx(NORMAL, rel=0.1) and powers[f"torch{LARGEST}"][2] == pytest.approx(
         2 * NORMAL, rel=0.05
     )
+    # A kernel whose own run has no say goes by its library's others.
     assert inside(rows, asked.raised(predicted, bounds))[4000:].mean() == pytest.approx(0.9, abs=0.02)
     # Another library's few beside what all of the largest ask for: as many as those count, so half way between.
     more = rows_of(1.0, "blind_large", "loka/fp8_rowwise_fast", ALIKE_CLASS_ROWS, 5, run=3, **large)
     ours = Fresh.of(*together((rows, predicted, bounds), more)).powers()[f"loka{LARGEST}"][3]
     assert 1.2 * NORMAL < ours < 1.8 * NORMAL
+
+
+def test_a_kernel_of_many_largest_calls_asks_for_itself_and_one_of_few_leans_on_its_library():
+    large, other = {"m": 2**21, "k": 512}, "torch/fp8_block128"
+    many = rows_of(2.0, "blind_large", KERNEL, 4000, 1, run=1, **large), rows_of(1.0, "blind_large", other, 4000, 2, run=1, **large)
+    few = rows_of(1.0, "blind_large", "torch/fp8_rowwise_fast", ALIKE_CLASS_ROWS, 3, run=1, **large)
+    powers = Fresh.of(*together(*many, few)).powers()
+    assert powers[f"{KERNEL}{LARGEST}"][3] == pytest.approx(2 * NORMAL, rel=0.06)
+    assert powers[f"{other}{LARGEST}"][3] == pytest.approx(NORMAL, rel=0.06)
+    library, leaning = powers[f"torch{LARGEST}"][3], powers[f"torch/fp8_rowwise_fast{LARGEST}"][3]
+    assert 1.4 * NORMAL < library < 2 * NORMAL
+    needed = np.quantile(Fresh.of(*few).needed, 0.9 * (1 + 1 / ALIKE_CLASS_ROWS))
+    assert np.log(leaning) == pytest.approx((needed + np.log(library)) / 2, abs=0.01)
 
 
 def test_intervals_of_the_largest_calls_are_raised_where_they_are_asked():
@@ -130,6 +144,8 @@ def test_intervals_of_the_largest_calls_are_raised_where_they_are_asked():
         {KERNEL: entry, "torch/relu_forward": entry}, {KERNEL: [1.0, 1.0, 1.0, 2.0], f"torch{LARGEST}": [3.0] * 4}
     )
     assert raised[KERNEL]["wider_where_largest"] == 1.5 and "wider_where_largest" not in raised["torch/relu_forward"]
+    own = raise_factors({KERNEL: entry}, {f"{KERNEL}{LARGEST}": [4.0] * 4, f"torch{LARGEST}": [3.0] * 4})
+    assert own[KERNEL]["wider_where_largest"] == 4.0
     assert lower_factors(raised[KERNEL]) == {**entry, "interval_powers": [1.0, 1.0, 1.0, 2.0]}
     sizes = tuple(np.array(x, dtype=float) for x in ([64, 2**20], [64, 512], [64, 1024], [1, 1]))
     np.testing.assert_array_equal(are_largest(sizes), [False, True])
@@ -290,7 +306,7 @@ def test_the_shipped_powers_are_those_of_the_shipped_sweeps(hardware):
         # Another processor's matrix products end in other bits, and a row at an edge in another class.
         own = powers.get(family_of(kernel), [1.0] * 4)
         assert entry["interval_powers"] == pytest.approx(own, rel=0.03)
-        largest = powers.get(kernel.partition("/")[0] + LARGEST)
+        largest = powers.get(kernel + LARGEST, powers.get(library_of(kernel) + LARGEST))
         assert entry.get("wider_where_largest") == (
             pytest.approx(largest[-1] / own[-1], rel=0.03) if "gemm" in KERNELS[kernel].kind else None
         )
@@ -301,7 +317,8 @@ def test_the_shipped_powers_are_those_of_the_shipped_sweeps(hardware):
         assert entry["wider_by_digits"] == pytest.approx(powers[f"{kind_of(family_of(kernel))}, by digits"], rel=0.03)
     # Sweeps that had no say are covered as all are to be, by every family of which there are enough rows.
     found = inside(rows, asked.raised(predicted, bounds))
-    for family in dict.fromkeys(asked.family.tolist()):
-        mine = asked.heard & (asked.family == family)
+    family_of_each = np.array([library_of(name) + LARGEST if name.endswith(LARGEST) else name for name in asked.family])
+    for family in dict.fromkeys(family_of_each.tolist()):
+        mine = asked.heard & (family_of_each == family)
         if mine.sum() >= 200:
             assert 0.88 <= found[mine].mean() <= 0.92, family
