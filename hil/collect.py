@@ -8,7 +8,9 @@ A row per (kernel, shape): how many samples, their p10, p50, p90 and extremes in
 time of an eager call, the error of one result against FP64, and the GPU's clock, power and temperature. Where an earlier
 shape's work has lowered the clock, the GPU rests and the shape is timed again (`hil.measure.FullClock`). The file already in
 the folder is extended, not replaced: what it holds is skipped kernel by kernel, so that an interrupted sweep goes on where it
-was, and new kernels are measured over the shapes of the old ones. It is saved every minute. Files of before a column was
+was, and new kernels are measured over the shapes of the old ones. Kernels of a shape are replayed in turn, so that each finds its
+operands as the others leave the L2: by itself one whose call moves under 0.3 MB finds its own still there, and takes up to a
+fifth less, so `--kernels` should name all that take the shapes. It is saved every minute. Files of before a column was
 added have NaN there.
 """
 

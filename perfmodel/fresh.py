@@ -6,10 +6,11 @@ those that are shipped: by these alone 83% to 99% of fresh measurements are insi
 each family and size class are raised to the power at which they hold 90% of the fresh sweeps, few rows leaning on what their kind
 asks for: split-conformal once more, by the shipped trees themselves. A sweep is judged by powers that it did not help to find. Of
 a kernel's largest calls (`perfmodel.choice.are_largest`) few are fitted, which asks for a power of their own; there a run stands
-for a sweep, and a kernel leans on its library. Batched products in few groups (`perfmodel.prediction.in_few_groups`) are further off than one a sample, and ask for
-one more. So do GEMMs, and memory-bound kernels, by how many digits their sizes take (`perfmodel.prediction.digits`): most sweeps
-are drawn as what teaches, of round sizes, and users' shapes need not be. Therefore the sweeps `WRITTEN`, of any sizes, count as a
-half if they are fewer; of operands there is but one such, whose halves stand for two (`HALVED`).
+for a sweep, and a kernel leans on its library. Batched products in few groups (`perfmodel.prediction.in_few_groups`) are further
+off than one a sample, and ask for one more. So do GEMMs, and memory-bound kernels, by how many digits their sizes take
+(`perfmodel.prediction.digits`): most sweeps are drawn as what teaches, of round sizes, and users' shapes need not be. Therefore
+the sweeps `WRITTEN`, of any sizes, count as a half if they are fewer; of operands there is but one such, whose halves stand for
+two (`HALVED`).
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ class Fresh:
                 rest = needed[mine] - usual_of[self.size_class[mine]]
                 own = (usual_of + _beside(rest, weight[mine], ALIKE_FAMILY_ROWS, 0.0)).tolist()
             elif family.endswith(LARGEST):
-                # Beside its library's, those beside all libraries', and of any size alike: few are of another class than the last.
+                # Beside its library's, those beside all, and of any size alike: few are of another class than the last.
                 found[library_of(family) + LARGEST] = [of_largest(library_of(family))] * CLASSES
                 own = [beside(mine, ALIKE_CLASS_ROWS, of_largest(library_of(family)))] * CLASSES
             else:

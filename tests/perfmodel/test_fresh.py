@@ -126,9 +126,9 @@ def test_the_largest_calls_of_a_kernel_have_a_power_of_their_own_and_runs_for_sw
 
 
 def test_a_kernel_of_many_largest_calls_asks_for_itself_and_one_of_few_leans_on_its_library():
-    large, other = {"m": 2**21, "k": 512}, "torch/fp8_block128"
-    many = rows_of(2.0, "blind_large", KERNEL, 4000, 1, run=1, **large), rows_of(1.0, "blind_large", other, 4000, 2, run=1, **large)
-    few = rows_of(1.0, "blind_large", "torch/fp8_rowwise_fast", ALIKE_CLASS_ROWS, 3, run=1, **large)
+    large, other = {"m": 2**21, "k": 512, "run": 1}, "torch/fp8_block128"
+    many = rows_of(2.0, "blind_large", KERNEL, 4000, 1, **large), rows_of(1.0, "blind_large", other, 4000, 2, **large)
+    few = rows_of(1.0, "blind_large", "torch/fp8_rowwise_fast", ALIKE_CLASS_ROWS, 3, **large)
     powers = Fresh.of(*together(*many, few)).powers()
     assert powers[f"{KERNEL}{LARGEST}"][3] == pytest.approx(2 * NORMAL, rel=0.06)
     assert powers[f"{other}{LARGEST}"][3] == pytest.approx(NORMAL, rel=0.06)
