@@ -40,13 +40,11 @@ def accuracy_table(rows: pd.DataFrame, predicted: Array, bounds: Array | None, t
 
 def choices(rows: pd.DataFrame, predicted: Array, of: str = "") -> None:
     """What choosing among GEMM kernels costs, `of` some of the calls: torch's, and where others were timed all libraries'."""
-    among = {"torch's GEMMs": fit.TORCH_GEMMS, "all libraries' GEMMs": GEMM_KERNELS}
-    if not set(rows["kernel"]) & set(GEMM_KERNELS) - set(fit.TORCH_GEMMS):
-        del among["all libraries' GEMMs"]
-    for whose, kernels in among.items():
+    others = set(rows["kernel"]) & set(GEMM_KERNELS) - set(fit.TORCH_GEMMS)
+    for whose, kernels in (("torch's", fit.TORCH_GEMMS), *([("all libraries'", GEMM_KERNELS)] if others else [])):
         if regret := choice_regret(rows, predicted, kernels):
             print(
-                f"choice of {whose}{of}, {regret['shapes']} shapes: right {regret['right']:.1%}, "
+                f"choice of {whose} GEMMs{of}, {regret['shapes']} shapes: right {regret['right']:.1%}, "
                 f"regret {regret['geomean']:.2%}, p90 {regret['p90']:.1%}, worst {regret['worst']:.0%}"
             )
 

@@ -54,9 +54,9 @@ SHOWN = {
 MANY_WORKERS = {"h200": ("blind", "blind2")}
 # Those of few products of any sizes, mostly ones that 8 does not divide, of which few were fitted.
 FEW_PRODUCTS = ("blind_long", "blind_towers", "blind_towers2")
-# And those of which each kernel has few, or of sizes that few layers have, by what they are: of the largest batches; between the
-# round sizes, on one more GPU; of any sizes, drawn unlike what was fitted.
+# Those between the round sizes, which few layers have, and on a GPU that nothing else was timed on.
 BETWEEN = ("blind26", "blind27", "blind28")
+# And what is kept apart, by what it is: of the largest batches; between the round sizes; of any, drawn unlike what was fitted.
 APART = {
     **dict.fromkeys(("zoo_large", "blind_large", "blind_large2", "blind_memory8"), "large"),
     **dict.fromkeys(BETWEEN, "between sizes"),
