@@ -54,7 +54,7 @@ SHOWN = {
 MANY_WORKERS = {"h200": ("blind", "blind2")}
 # Those of few products of any sizes, mostly ones that 8 does not divide, of which few were fitted.
 FEW_PRODUCTS = ("blind_long", "blind_towers", "blind_towers2")
-# Those between the round sizes, which few layers have, and on a GPU that nothing else was timed on.
+# Those between the round sizes, which few layers have, on a GPU of which nothing is fitted.
 BETWEEN = ("blind26", "blind27", "blind28")
 # And what is kept apart, by what it is: of the largest batches; between the round sizes; of any, drawn unlike what was fitted.
 APART = {

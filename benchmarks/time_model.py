@@ -12,9 +12,9 @@ each of the sweeps that no fit saw, the zoo's models, `blind` to `blind28`, `bli
 any sizes (`blind_long`, `blind_towers`, `blind_towers2`), the largest batches' calls (`zoo_large`, `blind_large`,
 `blind_large2`) and GEMMs of any sizes, drawn unlike what is fitted (`blind14`, of an H100), by the shipped trees, the
 intervals of each as they would be without it; unseen: kernel by kernel of each; fresh: one table of
-them from `blind3`, `blind_memory` on. extrapolation:
-fitted without the largest octave of M, N, K and FLOPs, and without one K, and judged there. beyond: likewise without the two
-largest octaves of M, N or K, and how wide intervals must be there; between: without products in groups of long K, a hole
+them from `blind3`, `blind_memory` on. extrapolation: fitted without the largest octave of M, N, K and FLOPs, and without one
+K, and judged there. beyond: likewise without the two largest octaves of M, N or K, and how wide intervals must be there;
+between: without products in groups of long K, a hole
 among smaller and larger sizes. peers: each fitted on the same folds; nvMatmulHeuristics where it is installed (pip install
 nvidia-matmul-heuristics). Regret is the geometric mean of the chosen kernel's measured time over the best one's: per FP8
 kernel of the choice between it and bf16. All are of timings at a clock of their own (`perfmodel.steady`); repeat and unseen

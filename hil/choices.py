@@ -106,16 +106,18 @@ def learn(
     begun, fits = begin(matrix, known, hardware, column, experts, [width or WIDTH] * HIDDEN, start, seed)
     kept = [np.intersect1d(mine, order, assume_unique=True) for mine in teaching.shared_out(begun, matrix)]
     batch = BATCH if len(order) < MANY_ANSWERS else 4 * BATCH
-    law = teaching.FitsTaught(fits, known, [torch.from_numpy(size).to(device) for size in sizes_in(matrix[:, :4])])
+    fits_taught = teaching.FitsTaught(fits, known, [torch.from_numpy(size).to(device) for size in sizes_in(matrix[:, :4])])
 
     def loss(out: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        return law.loss(out.flatten(0, 1), index.flatten(), tile, rest)
+        return fits_taught.loss(out.flatten(0, 1), index.flatten(), tile, rest)
 
     on_device = torch.from_numpy(matrix).to(device)
-    network = teaching.taught(begun, on_device, kept, loss, epochs, batch, rate, seed, coarse=coarse, beside=law.parameters)
+    network = teaching.taught(
+        begun, on_device, kept, loss, epochs, batch, rate, seed, coarse=coarse, beside=fits_taught.parameters
+    )
     if keep:
         network = teaching.between(begun, network, keep)
-    choice = Choice(teaching.halved(network), known, law.fits(keep), start.largest if start else None)
+    choice = Choice(teaching.halved(network), known, fits_taught.fits(keep), start.largest if start else None)
     found = choice.told(matrix[test])[0] == told[test]
     return choice, {
         "rows": len(order),

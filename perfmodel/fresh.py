@@ -77,6 +77,13 @@ def kind_of(family: str) -> str:
     return KINDS[0] if family in KERNELS else KINDS[1] if family.endswith("quantize_*") else KINDS[2]
 
 
+def _within(family: str) -> tuple[str, ...]:
+    """What a family's few rows lean on: its kind, or of largest calls its library's of these, and all libraries' (`LARGEST`)."""
+    if family.endswith(LARGEST):
+        return library_of(family) + LARGEST, LARGEST
+    return (kind,) if (kind := kind_of(family)) else ()
+
+
 @dataclass(frozen=True)
 class Fresh:
     """Fresh measurements beside intervals that none of them has widened.
@@ -127,21 +134,18 @@ class Fresh:
 
     @cached_property
     def _rows_of(self) -> dict[str, npt.NDArray[np.bool_]]:
-        """Which rows are of a family, and of a kind of such, by name."""
+        """Which rows are of a family, and of what such are `_within`, by name."""
         numbers, names = pd.factorize(self.family)
         each = {name: numbers == number for number, name in enumerate(names.tolist())}
-        kinds = {name: kind_of(name) for name in each}
+        within = {name: _within(name) for name in each}
         return each | {
-            kind: np.logical_or.reduce([each[name] for name in each if kinds[name] == kind]) for kind in {*kinds.values()} - {""}
+            wide: np.logical_or.reduce([each[name] for name in each if wide in within[name]])
+            for wide in dict.fromkeys(wide for found in within.values() for wide in found)
         }
 
     @cached_property
     def _written(self) -> npt.NDArray[np.bool_]:
         return np.isin(self.sweep.astype(str), (*WRITTEN, *_HALVES))
-
-    def _largest(self, library: str = "") -> npt.NDArray[np.bool_]:
-        """Which rows are of the largest calls, of a library's or of all, (rows,)."""
-        return np.array([name.endswith(LARGEST) and library in ("", library_of(name)) for name in self.family], dtype=bool)
 
     def powers(self, without: str | None = None) -> Powers:
         """The power of each size class's interval factors, by family; of what there are no rows of it is 1, and not there.
@@ -192,7 +196,7 @@ class Fresh:
         @cache
         def of_largest(library: str) -> float:
             usual = of_largest("") if library else 0.0
-            return beside(heard & self._largest(library), ALIKE_CLASS_ROWS, usual)
+            return beside(heard & self._rows_of[library + LARGEST], ALIKE_CLASS_ROWS, usual)
 
         # Those in few groups come last: theirs is one power more.
         families = sorted(dict.fromkeys(self.family[heard].tolist()), key=lambda name: name.endswith(IN_FEW_GROUPS))
