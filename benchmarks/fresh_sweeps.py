@@ -42,7 +42,7 @@ TITLES = {
     "blind28": "Products between the round sizes, and few of any",
     "blind_long": "Few products of long K", "blind_towers": "Few products of any sizes",
     "blind_towers2": "Few products of any sizes", "zoo_large": "Whole models' largest calls", "blind_large": "The largest calls",
-    "blind_large2": "The largest calls",
+    "blind_large2": "The largest calls", "blind_large3": "The largest calls",
     "blind_memory8": "Operands of the largest batches", "blind_memory10": "Operands of any sizes",
 }  # fmt: skip
 # Kernels of which `sweeps` tells one by one, torch's.
@@ -58,7 +58,7 @@ FEW_PRODUCTS = ("blind_long", "blind_towers", "blind_towers2")
 BETWEEN = ("blind26", "blind27", "blind28")
 # And what is kept apart, by what it is: of the largest batches; between the round sizes; of any, drawn unlike what was fitted.
 APART = {
-    **dict.fromkeys(("zoo_large", "blind_large", "blind_large2", "blind_memory8"), "large"),
+    **dict.fromkeys(("zoo_large", "blind_large", "blind_large2", "blind_large3", "blind_memory8"), "large"),
     **dict.fromkeys(BETWEEN, "between sizes"),
     **dict.fromkeys(WRITTEN, "any sizes"),
 }

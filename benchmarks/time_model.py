@@ -10,9 +10,9 @@ of fresh shapes, on another GPU, costs beside the model's choice of them. covera
 the errors of other left-out runs alone. learning: what more rows bring; launches: what more quick launches do. sweeps: a line
 each of the sweeps that no fit saw, the zoo's models, `blind` to `blind28`, `blind_memory` to `blind_memory10`, few products of
 any sizes (`blind_long`, `blind_towers`, `blind_towers2`), the largest batches' calls (`zoo_large`, `blind_large`,
-`blind_large2`) and GEMMs of any sizes, drawn unlike what is fitted (`blind14`, of an H100), by the shipped trees, the
-intervals of each as they would be without it; unseen: kernel by kernel of each; fresh: one table of
-them from `blind3`, `blind_memory` on. extrapolation: fitted without the largest octave of M, N, K and FLOPs, and without one
+`blind_large2`, `blind_large3`) and GEMMs of any sizes, drawn unlike what is fitted (`blind14`, of an H100), by the shipped
+trees, the intervals of each as they would be without it; unseen: kernel by kernel of each; fresh: one table of them from
+`blind3`, `blind_memory` on. extrapolation: fitted without the largest octave of M, N, K and FLOPs, and without one
 K, and judged there. beyond: likewise without the two largest octaves of M, N or K, and how wide intervals must be there;
 between: without products in groups of long K, a hole
 among smaller and larger sizes. peers: each fitted on the same folds; nvMatmulHeuristics where it is installed (pip install

@@ -81,7 +81,8 @@ NEVER_SEEN = {
     sweep: f"held_out_{sweep.replace('zoo', 'models')}"
     for sweep in (
         "zoo", "blind", *(f"blind{number}" for number in range(2, 29)), "blind_long", "blind_towers", "blind_towers2",
-        "zoo_large", "blind_large", "blind_large2", "blind_memory", *(f"blind_memory{number}" for number in range(2, 11)),
+        "zoo_large", "blind_large", "blind_large2", "blind_large3",
+        "blind_memory", *(f"blind_memory{number}" for number in range(2, 11)),
     )
 }  # fmt: skip
 TORCH_GEMMS = tuple(name for name in GEMM_KERNELS if library_of(name) == "torch")

@@ -1,16 +1,16 @@
 """How wide intervals are for shapes to come: as fresh sweeps ask, drawn anew, timed on other days, and seen by no fit.
 
-Runs left out of the fit (`perfmodel.held_out`) say how an interval's width follows a call's size, the doubt about its kernel and
-what was measured around it. But they were drawn to teach, many of odd sizes, and trees without them know less than
-those that are shipped: by these alone 83% to 99% of fresh measurements are inside, by kernel and size class. So the factors of
-each family and size class are raised to the power at which they hold 90% of the fresh sweeps, few rows leaning on what their kind
-asks for: split-conformal once more, by the shipped trees themselves. A sweep is judged by powers that it did not help to find. Of
-a kernel's largest calls (`perfmodel.choice.are_largest`) few are fitted, which asks for a power of their own; there a run stands
-for a sweep, and a kernel leans on its library. Batched products in few groups (`perfmodel.prediction.in_few_groups`) are further
-off than one a sample, and ask for one more. So do GEMMs, and memory-bound kernels, by how many digits their sizes take
-(`perfmodel.prediction.digits`): most sweeps are drawn as what teaches, of round sizes, and users' shapes need not be. Therefore
-the sweeps `WRITTEN`, of any sizes, count as a half if they are fewer; of operands there is but one such, whose halves stand for
-two (`HALVED`).
+Runs left out of the fit (`perfmodel.held_out`) say how an interval's width follows a call's size, the doubt about its kernel
+and what was measured around it. But they were drawn to teach, many of odd sizes, and trees without them know less than those
+that are shipped: by these alone 83% to 99% of fresh measurements are inside, by kernel and size class. So the factors of each
+family and size class are raised to the power at which they hold 90% of the fresh sweeps, few rows leaning on what their kind
+asks for: split-conformal once more, by the shipped trees themselves. A sweep is judged by powers that it did not help to find.
+Of a kernel's largest calls (`perfmodel.choice.are_largest`) few are fitted, which asks for a power of their own; there a run
+stands for a sweep, rows of one run count for fewer (`ALIKE_IN_A_RUN`), and a kernel leans on its library. Batched products in
+few groups (`perfmodel.prediction.in_few_groups`) are further off than one a sample, and ask for one more. So do GEMMs, and
+memory-bound kernels, by how many digits their sizes take (`perfmodel.prediction.digits`): most sweeps are drawn as what
+teaches, of round sizes, and users' shapes need not be. Therefore the sweeps `WRITTEN`, of any sizes, count as a half if they
+are fewer; of operands there is but one such, whose halves stand for two (`HALVED`).
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ IN_FEW_GROUPS = ", few groups"
 # beside so many that ask for no other width. With these, each family of 200 rows of an H200's and an H100's fresh sweeps is
 # inside 88% to 92%, of sweeps that had no say; with twice as many FBGEMM's blocks on an H200 are 87.8%, torch's on an H100 92.8%.
 ALIKE_FAMILY_ROWS, ALIKE_CLASS_ROWS = 100, 50
+# Of how much largest calls ask for so large a share differs between runs, thus GPUs, and not within one: the intra-class
+# correlation, by analysis of variance, of an H200's 3,153 rows of 12 runs (of an H100's 237 rows it is none).
+ALIKE_IN_A_RUN = 0.033
 # Rows of a kernel that a report draws.
 SHOWN = 30
 
@@ -189,6 +192,9 @@ class Fresh:
         def beside(mine: npt.NDArray[np.bool_], rows: int, usual: float) -> float:
             return _beside(needed[mine], weight[mine], rows, usual)
 
+        def beside_runs(mine: npt.NDArray[np.bool_], usual: float) -> float:
+            return _beside(needed[mine], weight[mine], ALIKE_CLASS_ROWS, usual, _alike(self.sweep[mine]))
+
         @cache
         def of_all(kind: str) -> float:
             return beside(heard & self._rows_of[kind], ALIKE_FAMILY_ROWS, 0.0)
@@ -196,7 +202,7 @@ class Fresh:
         @cache
         def of_largest(library: str) -> float:
             usual = of_largest("") if library else 0.0
-            return beside(heard & self._rows_of[library + LARGEST], ALIKE_CLASS_ROWS, usual)
+            return beside_runs(heard & self._rows_of[library + LARGEST], usual)
 
         # Those in few groups come last: theirs is one power more.
         families = sorted(dict.fromkeys(self.family[heard].tolist()), key=lambda name: name.endswith(IN_FEW_GROUPS))
@@ -209,7 +215,7 @@ class Fresh:
             elif family.endswith(LARGEST):
                 # Beside its library's, those beside all, and of any size alike: few are of another class than the last.
                 found[library_of(family) + LARGEST] = [of_largest(library_of(family))] * CLASSES
-                own = [beside(mine, ALIKE_CLASS_ROWS, of_largest(library_of(family)))] * CLASSES
+                own = [beside_runs(mine, of_largest(library_of(family)))] * CLASSES
             else:
                 usual = beside(mine, ALIKE_FAMILY_ROWS, of_all(kind_of(family)))
                 own = [beside(mine & (self.size_class == c), ALIKE_CLASS_ROWS, usual) for c in range(CLASSES)]
@@ -283,15 +289,22 @@ def _raised(predicted: Array, bounds: Array, power: Array) -> Array:
     return np.asarray(predicted[:, None] * (bounds / predicted[:, None]) ** power[:, None])
 
 
-def _beside(needed: Array, weight: Array, rows: int, usual: float) -> float:
+def _alike(runs: npt.NDArray[Any]) -> float:
+    """Of how many rows, of these runs, each says as much as one that is of a run of its own: the design effect of clusters."""
+    sizes = np.unique(runs.astype(str), return_counts=True)[1]
+    return 1 + ALIKE_IN_A_RUN * float((sizes**2).sum() / sizes.sum() - 1) if len(sizes) else 1.0
+
+
+def _beside(needed: Array, weight: Array, rows: int, usual: float, alike: float = 1.0) -> float:
     """The power, as a logarithm, that holds `COVERAGE` of such rows, beside so many rows that ask for what is usual.
 
-    Rows that count for several are as sure as so many alike: the square of their sum over the sum of their squares.
+    Rows that count for several are as sure as so many alike: the square of their sum over the sum of their squares. How far
+    beyond these rows others may be is by as many as say something of their own, one in `alike`.
     """
     if not len(needed):
         return usual
     number = weight.sum() ** 2 / (weight**2).sum()
-    rank = min(1.0, COVERAGE * (number + 1) / number)
+    rank = min(1.0, COVERAGE * (number / alike + 1) / (number / alike))
     return float((number * _quantile(needed, weight, rank) + rows * usual) / (number + rows))
 
 
