@@ -304,7 +304,7 @@ def _beside(needed: Array, weight: Array, rows: int, usual: float, alike: float 
     if not len(needed):
         return usual
     number = weight.sum() ** 2 / (weight**2).sum()
-    rank = min(1.0, COVERAGE * (number / alike + 1) / (number / alike))
+    rank = min(1.0, COVERAGE * (1 + alike / number))
     return float((number * _quantile(needed, weight, rank) + rows * usual) / (number + rows))
 
 
