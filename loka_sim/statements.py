@@ -144,6 +144,7 @@ def _step(answer: WhatIf) -> Iterable[Statement]:
     if answer.others:
         yield "note", (f"{dense} Whole: every kernel of the compiled forward and backward as one CUDA graph, in bf16 but for "
                        "what FP8 takes; tables' rows updated in place; update with AdamW in bf16.")  # fmt: skip
+        yield from _unsure(answer)
         yield from _host(answer)
         here = written(answer.hardware["name"])
         for name, parts in answer.borrowed.items():
@@ -158,6 +159,14 @@ def _step(answer: WhatIf) -> Iterable[Statement]:
     why = f" ({answer.spec.untraced})" if answer.spec.untraced else ""
     yield "note", (f"{dense} Copies, concatenations, the loss, the optimizer and embedding look-ups are not in it, and the whole "
                    f"step is not predicted: the model's specification does not list its other kernels{why}.")  # fmt: skip
+
+
+def _unsure(answer: WhatIf) -> Iterable[Statement]:
+    """Whether FP8 that pays in the dense step may cost in the whole one."""
+    ratio = answer.decision.whole_speedup
+    if ratio is not None and ratio.low_us < 1:
+        yield "warning", (f"Of the whole step the gain is not sure: {ratio.us:.2f}x [{ratio.low_us:.2f}, {ratio.high_us:.2f}]. "
+                          "Where torch.compile fuses quantization otherwise than told it may cost: time both.")  # fmt: skip
 
 
 def _host(answer: WhatIf) -> Iterable[Statement]:

@@ -18,6 +18,7 @@ from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.operands import Row
 from loka_sim.dispatch.steps import ALIKE, EXPORT, RECIPE, RUNTIME, speedup, whole
 from loka_sim.modelspec import Dim, Fused, Gemm, Table, load
+from loka_sim.statements import statements
 from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE
 from loka_sim.whatif import whatif
 from loka_sim.whole_step import (
@@ -324,3 +325,10 @@ def test_uneven_weight_gradients_are_those_of_the_calibration(tmp_path):
     # What is left of the times of two calls holds their roundings, float32's, which hang on a row's company without AVX-512.
     assert of_bf16 == of_fp8 == pytest.approx([expected], rel=1e-5) and expected > 1
     assert shipped and abs(expected / shipped[0] - 1) > 0.05
+
+
+@pytest.mark.parametrize(("low", "high", "warned"), [(0.98, 1.09, 1), (0.9, 0.99, 1), (1.01, 1.09, 0), (1.0, 1.0, 0)])
+def test_a_gain_that_may_be_a_loss_of_the_whole_step_is_named(answer, low, high, warned):
+    decided = replace(answer.decision, whole_speedup=Time((low + high) / 2, low, high))
+    said = statements(replace(answer, steps=(*answer.steps[:-1], decided)))
+    assert [level for level, text in said if "the gain is not sure" in text] == warned * ["warning"]
