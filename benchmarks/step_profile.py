@@ -28,8 +28,10 @@ import torch
 import torch._inductor.config
 
 from benchmarks.host_times import host_times
+from hil.candidates import locked_autotune
 from hil.compiled import Kernel, kernel_launches, recorded
 from hil.fingerprint import fingerprint
+from hil.lock import GpuLock
 from loka_sim.mods import MODS
 from loka_sim.resolve import WITH_MODS
 from loka_sim.validation.runnable import Runnable, runnable
@@ -130,6 +132,7 @@ def main() -> int:
     parser.add_argument("--no-profile", action="store_true", help="times of the step alone")
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--wait", type=Path, metavar="FILE", help="write FILE when compiled, and measure when it is gone")
+    parser.add_argument("--lock", type=Path, metavar="FILE", help="that whoever uses this GPU locks (see hil.lock)")
     options = parser.parse_args()
     torch._dynamo.config.recompile_limit = 512
     asked, modified, _ = options.model.partition(WITH_MODS)
@@ -139,7 +142,8 @@ def main() -> int:
     batch = int(model.inputs()[0].shape[0])
     convert = converter(options.variant, options.table)
     started = time.monotonic()
-    with recorded() as kernels:
+    # torch.compile times a kernel's candidates: beside others' work it takes the wrong ones.
+    with recorded() as kernels, locked_autotune(GpuLock(options.lock) if options.lock else None):
         torch._dynamo.reset()
         step = step_of(model, convert)
     compiled_in = time.monotonic() - started

@@ -1,4 +1,4 @@
-"""Several steps on one GPU: compiled side by side, measured one after the other.
+"""Several steps on one GPU: compiled side by side, tuned and measured one after the other.
 
     python benchmarks/step_profiles.py dlrm-production:4096:bf16 wukong-small:8192:naive_tensorwise --out profiles
 
@@ -46,7 +46,7 @@ def started(text: str, options: argparse.Namespace) -> Job:
     name = f"{model.replace(':', '-')}-{batch}"
     ready = options.out / f"{name}-{variant}.ready"
     command = [sys.executable, str(PROFILE), model, "--batch", batch, "--variant", variant, "--out", str(options.out)]
-    command += ["--wait", str(ready), "--turns", str(options.turns)]
+    command += ["--wait", str(ready), "--turns", str(options.turns), "--lock", str(options.out / "gpu.lock")]
     if variant == "decision":
         command += ["--table", str(options.tables / f"{name}.json")]
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": str(options.threads)}

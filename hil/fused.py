@@ -2,6 +2,7 @@
 
     python -m hil.fused compiled --out data/h200
     python -m hil.fused eager --out data/h200
+    python -m hil.fused compiled --families '*_drawn' --lock gpu.lock --out runs/drawn     # several of these side by side
 
 `compiled`: one program of independent computations per family (sums, gradients of activations, concatenations, copies
 to another layout, norms, softmax, gathers, scatter-adds), each computation on operands of its own; torch.compile's own
@@ -18,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from functools import partial
@@ -29,20 +31,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hil.candidates import locked_autotune
 from hil.command import Parser
 from hil.compiled import by_iteration, kernel_launches, kernel_times, recorded
+from hil.drawn_families import drawn_families
 from hil.files import write_atomic
 from hil.fingerprint import fingerprint, has_gpu
 from hil.fused_families import Case, families, power_law, uniform
 from hil.host import train
+from hil.lock import GpuLock
 from hil.quantized_families import quantized_families
 
 ITERATIONS = 8
 EAGER_ITERATIONS = 7
 
 
-def _measure_family(family: str, cases: list[Case], flush: Callable[[], object]) -> list[dict[str, Any]]:
-    """One compiled program of all cases; a row per kernel name."""
+def _measure_family(
+    family: str, cases: list[Case], flush: Callable[[], object], lock: AbstractContextManager[Any]
+) -> list[dict[str, Any]]:
+    """One compiled program of all cases; a row per kernel name. The lock is held while kernels are timed."""
     functions, operands = [case[0] for case in cases], [case[1] for case in cases]
 
     def program(*operands: tuple[Any, ...]) -> list[Any]:
@@ -50,14 +57,15 @@ def _measure_family(family: str, cases: list[Case], flush: Callable[[], object])
 
     torch._dynamo.reset()
     compiled = torch.compile(program, dynamic=False)
-    with recorded() as kernels:
+    with recorded() as kernels, locked_autotune(lock):
         compiled(*operands)
 
     def run() -> None:
         flush()
         compiled(*operands)
 
-    times = kernel_times(run, ITERATIONS)
+    with lock:
+        times = kernel_times(run, ITERATIONS)
     rows = []
     for name, samples in times.items():
         known = kernels.get(name)
@@ -74,25 +82,74 @@ def _measure_family(family: str, cases: list[Case], flush: Callable[[], object])
     return rows
 
 
-def measure_compiled(out: Path, seconds: float, wanted: str = "*") -> int:
-    """Measure every family whose name is wanted until the time is up; rows go to `fused.json`."""
+def measure_compiled(out: Path, seconds: float, wanted: str = "*", lock: Path | None = None) -> int:
+    """Measure every family whose name is wanted until the time is up; rows go to `fused.json`.
+
+    Args:
+        out: Folder of that file.
+        seconds: Nothing is begun after so many.
+        wanted: Names, as a glob.
+        lock: A file that whoever uses this GPU locks; None where nobody else does.
+    """
+    held = GpuLock(lock) if lock else nullcontext()
     started = time.monotonic()
     filler = torch.empty(2**28, dtype=torch.bfloat16, device="cuda")
     rows, left_out = [], []
-    for family, cases in chain(families(), quantized_families()):
+    for family, cases in chain(families(), quantized_families(), drawn_families()):
         if not fnmatchcase(family, wanted):
             continue
         if time.monotonic() - started > seconds:
             left_out.append(f"{family}: out of time")
             continue
         try:
-            rows += _measure_family(family, cases, lambda: filler.fill_(1.0))
+            rows += _measure_family(family, cases, lambda: filler.fill_(1.0), held)
         except Exception as error:  # one family that a torch version refuses must not cost the others
             left_out.append(f"{family}: {_problem(error)}")
         print(f"{time.monotonic() - started:5.0f} s  {family}", file=sys.stderr, flush=True)
         _save(out / "fused.json", ITERATIONS, rows, left_out)
         del cases
         torch.cuda.empty_cache()
+    return 0
+
+
+PARTS = tuple(
+    (parts, columns)
+    for parts in (60, 256, 384, 1000, 1920, 3840, 8192)
+    for columns in (16, 32, 48, 96, 128, 200, 320, 512, 1152, 1920, 4096)
+)
+"""Rows and columns in FP32: what torch.compile leaves of a kernel that sums both ways."""
+COPIES = ((2048, 1000), (3072, 1296), (12288, 1080), (12288, 4320), (4096, 864), (8192, 2592), (6144, 3000), (16384, 520),
+          (2048, 3456), (8192, 1024), (3072, 8208), (30000, 1100))  # fmt: skip
+"""Rows and columns in bf16."""
+PADDED_FROM, PADDED_TO = 1024, 64  # torch._inductor.config.padding_stride_threshold, and elements of 128 bytes
+
+
+def _called_cases() -> Iterator[tuple[str, int, int, int, int, Callable[[], object]]]:
+    """What a compiled step calls of torch itself: sums of parts, and what a product is added to, copied to its place."""
+    for parts, columns in PARTS:
+        workspace = torch.rand(parts, columns, device="cuda")
+        yield "partials", columns, parts, 4 * parts * columns, 4 * columns, partial(workspace.sum, dim=0)
+    for rows, columns in COPIES:
+        size, padded = 2 * rows * columns, columns if columns <= PADDED_FROM else -(-columns // PADDED_TO) * PADDED_TO
+        place = torch.empty_strided((rows, columns), (padded, 1), dtype=torch.bfloat16, device="cuda")
+        family = "copy" if padded == columns else "padded_copy"
+        yield family, rows * columns, 1, size, size, partial(place.copy_, _random_rows(rows, columns))
+
+
+def measure_called(out: Path) -> int:
+    """Measure what a compiled step calls of torch itself; rows go to `fused.json`."""
+    filler = torch.empty(2**28, dtype=torch.bfloat16, device="cuda")
+    rows = []
+    for family, kept, reduced, read_bytes, written_bytes, run in _called_cases():
+        kernels_us = _eager(run, filler)["kernels_us"]
+        rows.append(
+            {
+                "family": family, "kernel": "called", "launches": 1, "time_us": kernels_us, "total_us": kernels_us,
+                "read_bytes": read_bytes, "written_bytes": written_bytes, "sizes": {"x": kept, "r0_": reduced},
+                "operators": {"aten.sum.dim_IntList" if reduced > 1 else "aten.clone.default": 1}, "problem": "",
+            }
+        )  # fmt: skip
+    _save(out / "fused.json", EAGER_ITERATIONS, rows, [])
     return 0
 
 
@@ -275,10 +332,13 @@ def main() -> int:
     """Command line."""
     parser = Parser(prog="python -m hil.fused", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "what", choices=("compiled", "eager"), help="kernels that torch.compile makes; look-ups, fills and small steps as called"
+        "what",
+        choices=("compiled", "eager", "called"),
+        help="kernels that torch.compile makes; look-ups, fills and small steps as called; what a compiled step calls of torch",
     )
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of fused.json or eager_ops.json (default: this one)")
     parser.add_argument("--families", default="*", help="families of compiled kernels to measure, as a glob (default: all)")
+    parser.add_argument("--lock", type=Path, help="file that whoever uses this GPU locks (see hil.lock)")
     parser.add_argument("--seconds", type=float, default=150, help="begin nothing after so many (default: %(default)s)")
     options = parser.parse_args()
     if not has_gpu():
@@ -286,8 +346,8 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     if options.what == "compiled":
-        return measure_compiled(options.out, options.seconds, options.families)
-    return measure_eager(options.out, options.seconds)
+        return measure_compiled(options.out, options.seconds, options.families, options.lock)
+    return measure_eager(options.out, options.seconds) if options.what == "eager" else measure_called(options.out)
 
 
 if __name__ == "__main__":
