@@ -36,14 +36,17 @@ from loka_sim.fp8_step import taken
 from loka_sim.modelspec import Fused
 from loka_sim.validation.runnable import TABLE_ROWS
 from loka_sim.whatif import WhatIf, whatif
-from loka_sim.whole_step import batched_products, described, launched, log_loss, table_gradient
-from perfmodel.fused import COLUMNS
+from loka_sim.whole_step import batched_products, described, launched, log_loss, table_gradient, with_partial_sums
+from perfmodel import hardware
+from perfmodel.fused import COLUMNS, baseline_us
+from perfmodel.hardware import DEFAULT
 from perfmodel.in_step import VECTOR, family, is_counted
 from perfmodel.kernels import KERNELS
 
 CLOSE = 0.25  # of the logarithm of the bytes
 STAGE = 1024  # elements that the second stage of a sum adds up at most
 TABLE = "gradient of a table"
+SUMMED = "reduce_kernel<128, 4"  # of FP32 whose sums lie side by side
 STEP = ("model", "batch", "variant")
 COUNTS = ("step_launches", "step_batched")
 MEASURED = ("kind", "table", "kept", "reduced", "bytes", "written", "rescales", "us", "left")
@@ -109,7 +112,8 @@ def predicted_kernels(answer: WhatIf, variant: str) -> tuple[list[Fused], list[t
             order.insert(order.index((name, "grad_weight")) if (name, "grad_weight") in order else len(order), (name, missing))
     gemms = [(which, Row(by_name[name][1][which], *by_name[name][0].shape.gemm(which))) for name, which in order]
     fused = fused_with_fp8(step, assigned) if assigned else list(answer.spec.fused)
-    return [*fused, *table_gradient(answer.spec.tables, TABLE_ROWS)], gemms
+    beside = table_gradient(answer.spec.tables, TABLE_ROWS)
+    return [*with_partial_sums(fused, answer.spec.batch), *beside], gemms
 
 
 def paired_fused(measured: pd.DataFrame, kernels: Sequence[Fused], batch: int) -> list[dict[str, Any]]:
@@ -139,11 +143,26 @@ def paired_fused(measured: pd.DataFrame, kernels: Sequence[Fused], batch: int) -
     return found
 
 
+def paired_sums(profile: dict[str, Any], kernels: Sequence[Fused], batch: int) -> list[dict[str, Any]]:
+    """What torch itself adds up behind kernels that sum both ways, if it is as many as predicted: the longer by more steps."""
+    names = [row["kernel"] for row in profile["kernels"]]
+    ran = sorted(us for index, us in profile["launches"] if SUMMED in names[index])
+    wanted = [kernel for kernel in kernels if kernel.kind == "partials" for _ in range(kernel.count)]
+    if len(ran) != len(wanted):
+        return []
+    found = pd.DataFrame([{**described(kernel, batch), "label": kernel.label} for kernel in wanted])
+    if len(found):
+        order = np.argsort(baseline_us(found.astype({"uneven": bool}), hardware.load(DEFAULT)), kind="stable")
+        found = found.iloc[order].assign(us=ran, launches=1.0, staged=0.0)
+        found = found.groupby([*COLUMNS, "label"], as_index=False).agg({"us": "mean", "launches": "sum", "staged": "sum"})
+    return found.to_dict("records")
+
+
 def _alike(known: pd.DataFrame, row: Any) -> pd.Series:
     if row.kind in ("scatter", "gather", "fill") or row.table:
         return (known["kind"] == row.kind) & (known["table"] == row.table) & (abs(known["kept"] / row.kept - 1) < 0.02)
     space = known["kept"] * known["reduced"] / (row.kept * row.reduced)
-    ordinary = ~known["table"] & ~known["kind"].isin(["fill", "scatter", "gather", "external"])
+    ordinary = ~known["table"] & ~known["kind"].isin(["fill", "scatter", "gather", "external", "partials", "copy"])
     return (
         ordinary & (abs(space - 1) < 0.02) & ((known["reduced"] > 1) == (row.reduced > 1)) & (known["rescales"] == row.rescales)
     )
@@ -236,6 +255,7 @@ def table_of(profile: dict[str, Any], answer: WhatIf) -> pd.DataFrame:
     """Every kernel of one step that found its partner."""
     kernels, gemms = predicted_kernels(answer, profile["variant"])
     pairs = paired_fused(measured_kernels(profile), kernels, profile["batch"])
+    pairs += paired_sums(profile, kernels, profile["batch"])
     fused = pd.DataFrame(pairs, columns=list(PAIRED)).drop(columns="staged")
     # Adds that meet in small tables take longer, which `whole_step.conflicts` has.
     adds = fused["kind"] == "scatter"

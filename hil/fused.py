@@ -37,7 +37,7 @@ from hil.compiled import by_iteration, kernel_launches, kernel_times, recorded
 from hil.drawn_families import drawn_families
 from hil.files import write_atomic
 from hil.fingerprint import fingerprint, has_gpu
-from hil.fused_families import Case, families, power_law, uniform
+from hil.fused_families import CALLED, Case, families, power_law, uniform
 from hil.host import train
 from hil.lock import GpuLock
 from hil.quantized_families import quantized_families
@@ -144,7 +144,7 @@ def measure_called(out: Path) -> int:
         kernels_us = _eager(run, filler)["kernels_us"]
         rows.append(
             {
-                "family": family, "kernel": "called", "launches": 1, "time_us": kernels_us, "total_us": kernels_us,
+                "family": family, "kernel": CALLED, "launches": 1, "time_us": kernels_us, "total_us": kernels_us,
                 "read_bytes": read_bytes, "written_bytes": written_bytes, "sizes": {"x": kept, "r0_": reduced},
                 "operators": {"aten.sum.dim_IntList" if reduced > 1 else "aten.clone.default": 1}, "problem": "",
             }

@@ -24,6 +24,8 @@ LARGE_CUBES = (
 )  # fmt: skip
 SMALL = ((512, 16), (512, 64), (1024, 24), (1024, 128), (3000, 16), (3000, 48), (4096, 40), (6000, 16), (12000, 32))
 """Matrices of less than a megabyte."""
+CALLED = "called"
+"""Stands for the name of a kernel that torch itself runs."""
 Computation = Callable[..., Any]
 Case = tuple[Computation, tuple[Any, ...]]
 

@@ -12,9 +12,11 @@ from typing import Any
 
 import pandas
 
+from hil import drawn_families
 from hil.command import Parser
+from hil.drawn_families import DRAWN
 from hil.files import write_atomic
-from hil.fused_families import CUBES, LARGE_CUBES, MATRICES
+from hil.fused_families import CALLED, CUBES, LARGE_CUBES, MATRICES
 from hil.quantized_families import SIZES
 from perfmodel.fused import instructions_of
 from perfmodel.in_step import SECTOR_BYTES
@@ -33,7 +35,7 @@ def tabulated(rows: list[dict[str, Any]]) -> pandas.DataFrame:
     found = []
     for row in rows:
         name = row["kernel"]
-        if not name.startswith("triton_") or row["problem"]:
+        if not name.startswith(("triton_", CALLED)) or row["problem"]:
             continue
         sizes = row["sizes"]
         kept, reduced = sizes.get("x", 1) * sizes.get("y", 1), sizes.get("r0_", 1)
@@ -50,15 +52,25 @@ def _entry(
 ) -> dict[str, Any] | None:
     """Kind and bytes of a kernel; None of one that is a stage of a reduction."""
     entry = {"kind": "pointwise", "read_bytes": read_bytes, "written_bytes": written_bytes, "unordered_bytes": 0, "uneven": False}
-    if family.removesuffix("_large") in TURNED:
+    if name == CALLED:
+        return {**entry, "kind": "partials" if family == "partials" else "copy", "uneven": family == "padded_copy"}
+    sizes = MATRICES
+    if family.removesuffix("_large").removesuffix(DRAWN) in TURNED:
         return _turned_entry(family, kept, reduced, entry)
+    if family.endswith(DRAWN):
+        family, sizes = family.removesuffix(DRAWN), drawn_families.MATRICES + drawn_families.LARGE
     if family.startswith(("tensorwise_", "rowwise_")):
         return _quantized_entry(family, kept, reduced, entry, tiled)
-    if family == "norm_backward" and (kept, reduced) in MATRICES:
+    if family == "norm_backward" and (kept, reduced) in sizes:
         return {**entry, "kind": "both" if _both(kept, reduced) and written_bytes > kept * reduced else "row"}
+    if family == "norm_backward_copied" and (kept, reduced) in sizes:  # with the turned copy, or without
+        return {**entry, "kind": "both", "unordered_bytes": kept * reduced if written_bytes >= 3 * kept * reduced else 0}
+    if family == "norm_backward_copied" and tiled:
+        return {**entry, "unordered_bytes": read_bytes}
     if reduced > 1:
         uneven = family in ("softmax", "softmax_more")
-        return {**entry, "kind": "row", "uneven": uneven} if family == "norm" or family.startswith("softmax") else None
+        of_rows = family in ("norm", "plain_norm") or family.startswith("softmax")
+        return {**entry, "kind": "row", "uneven": uneven} if of_rows else None
     if family.startswith(("lookup", "small_lookup")):
         return {**entry, "kind": "gather", "read_bytes": written_bytes}
     if family == "pick":
@@ -68,7 +80,8 @@ def _entry(
             return {**entry, "kind": "fill"}
         if read_bytes == 2 * written_bytes:  # FP32 to bf16
             return entry
-        strided = SECTOR_BYTES * kept if family == "table_gradient_strided" else 0  # of every sector one element is used
+        # Of every sector one element is used.
+        strided = SECTOR_BYTES * kept * STRIDED.get(family, 0)
         return {
             **entry, "kind": "scatter", "read_bytes": 6 * kept + strided, "written_bytes": 4 * kept, "unordered_bytes": strided
         }  # fmt: skip
@@ -85,12 +98,16 @@ TURNED = {
 }  # fmt: skip
 
 
+STRIDED = {"table_gradient_strided": 1, "table_gradient_strided1": 1, "table_gradient_strided3": 3}
+"""How many gradients these families add up, of which each lies apart."""
+
+
 def _turned_entry(family: str, kept: int, reduced: int, entry: dict[str, Any]) -> dict[str, Any] | None:
-    cubes = LARGE_CUBES if family.endswith("_large") else CUBES
+    cubes = LARGE_CUBES if family.endswith("_large") else drawn_families.CUBES if family.endswith(DRAWN) else CUBES
     cube = next(((b * t, d) for b, t, d in cubes if kept * reduced == b * t * d), None)
     if cube is None:
         return None
-    family = family.removesuffix("_large")
+    family = family.removesuffix("_large").removesuffix(DRAWN)
     entry = {**entry, "unordered_bytes": TURNED[family] * kept * reduced}
     if reduced == 1:
         return entry

@@ -18,13 +18,14 @@ from loka_sim.dense_units import dense_tensors
 from loka_sim.dispatch.candidates import BF16, Row
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.steps import RECIPE, RUN_AS, RUNTIME, as_run
+from loka_sim.fusion import BOTH
 from loka_sim.modelspec import PASSES, Dim, Fused, ModelSpec, Table
 from loka_sim.quantized_loops import FP64, RESCALE, ROUNDED
 from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE, Piece
 from perfmodel import hardware as hardware_module
 from perfmodel.in_step import BATCHED, GEMMS, family, is_across, is_counted
 from perfmodel.kernels import KERNELS
-from perfmodel.memory_plan import stages
+from perfmodel.memory_plan import partial_sums, stages
 from perfmodel.optimizers import MEASURED_ON, OPTIMIZERS, UNCERTAINTY, step_us
 
 if TYPE_CHECKING:
@@ -145,14 +146,29 @@ def optimizer_step(sizes: Sequence[int], optimizer: str, hardware: HardwareSpec)
     return [Other(OPTIMIZER, "optimizer", optimizer, moved, 1, Time(us, us / (1 + UNCERTAINTY), us * (1 + UNCERTAINTY)), True)]
 
 
-def others(kernels: Sequence[Fused], batch: int, model: FusedModel) -> list[Other]:
-    """Kernels with their predicted times.
+def with_partial_sums(kernels: Iterable[Fused], batch: int) -> list[Fused]:
+    """Kernels, and behind those that sum both ways what adds up the parts that they leave of their sums over all rows."""
+    found = []
+    for kernel in kernels:
+        found.append(kernel)
+        if kernel.kind == BOTH:
+            sizes = described(kernel, batch)
+            columns = sizes["reduced"]
+            ((parts,), (number,)) = partial_sums([sizes["kept"]], [columns], [sizes["written_bytes"]])
+            left = [Dim(int(size)) for size in (columns, parts, 4 * parts * columns, 4 * columns, 0)]
+            found.append(Fused(kernel.phase, "partials", "sum", *left, count=kernel.count * int(number)))
+    return found
+
+
+def others(kernels: Iterable[Fused], batch: int, model: FusedModel) -> list[Other]:
+    """Kernels with their predicted times, sums of parts (`with_partial_sums`) among them.
 
     Args:
         kernels: Of a specification, and of the functions above.
         batch: Samples per GPU.
         model: Times of memory-bound kernels.
     """
+    kernels = with_partial_sums(kernels, batch)
     if not kernels:
         return []
     described_all = [described(kernel, batch) for kernel in kernels]
@@ -295,7 +311,7 @@ def gemms_in_step(times: Mapping[Row, Time], hardware: HardwareSpec) -> tuple[di
 
 def launched(kernels: Iterable[Fused], batch: int) -> int:
     """GPU kernels that fused ones are: cut reductions are several, and what adds at indices copies first what it adds to."""
-    every = list(kernels)
+    every = with_partial_sums(kernels, batch)
     sizes = [described(kernel, batch) for kernel in every]
     return int(_launches(every, {name: [size[name] for size in sizes] for name in sizes[0]}).sum()) if every else 0
 

@@ -1,7 +1,8 @@
 """Time of a memory-bound kernel from what it moves: bytes over bandwidth, and how far from it such kernels were.
 
 A kernel is known by its kind (pointwise, gather, row, column, both, scatter, fill, external), its iteration space and its
-bytes, whatever it computes; so any kernel that a compiler makes can be asked, also one that nobody measured by name.
+bytes, whatever it computes; so any kernel that a compiler makes can be asked, also one that nobody measured by name. Two kinds
+are torch's own: `partials` adds up what kernels that sum both ways leave, `copy` copies what a product is added to.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Rows: TypeAlias = "pd.DataFrame | Mapping[str, Any]"
 """Columns by name: of a DataFrame, or without pandas."""
 
 SCHEMA_VERSION = 1
-KINDS = ("pointwise", "gather", "row", "column", "both", "scatter", "fill")
+KINDS = ("pointwise", "gather", "row", "column", "both", "scatter", "fill", "partials", "copy")
 COLUMNS = ("kind", "kept", "reduced", "read_bytes", "written_bytes", "unordered_bytes", "uneven", "instructions")
 MANIFEST, MODEL = "fused.json", "fused.ubj.gz"
 LAUNCH_US = 1.0
@@ -49,6 +50,11 @@ HELD = 64  # elements of an uneven row that torch.compile holds at once (`Induct
 TILES_TBS = 5.0
 """What passes through the multiprocessors where rows are read in tiles, twice: norms' gradients of rows of 128 elements, of
 turned tensors too, took 4.8 on an H200 and 5.0 in a step on an H100, whose clock is the same."""
+VALUES, WARP, ADDERS, MOST_VALUES = 4, 32, 128, 256
+"""Of torch's sums: values that a thread reads at once, threads side by side, threads of a block, and values from which on several
+blocks share a sum."""
+VALUE_US, MEET_US = 0.13, 5.0
+"""Microseconds from one value to the next, and until several blocks have met: medians of `python -m hil.fused called`, H200."""
 LANES, CLOCK_GHZ = 128, 1.98
 """FP32 lanes of a multiprocessor and its highest clock (Hopper)."""
 
@@ -67,7 +73,8 @@ def baseline_us(rows: Rows, hardware: HardwareSpec) -> Array:
     again = (np.isin(_kinds(rows), ("row", "both", "column")) & ~tiles) * _numbers(rows, "unordered_bytes")
     moved = (read + written + AGAIN * again) / (hardware.copy_bandwidth_tbs * 1e6)
     through = tiles * (2 * read + written) / (TILES_TBS * 1e6)
-    return np.maximum(np.maximum(moved, through), _computing_us(rows, hardware)) + LAUNCH_US
+    longest = np.maximum(np.maximum(moved, through), _computing_us(rows, hardware))
+    return np.maximum(longest, (_kinds(rows) == "partials") * _adding_us(rows)) + LAUNCH_US
 
 
 def in_tiles(rows: Rows) -> npt.NDArray[np.bool_]:
@@ -75,6 +82,19 @@ def in_tiles(rows: Rows) -> npt.NDArray[np.bool_]:
     uneven = np.asarray(rows["uneven"], dtype=bool)
     found: npt.NDArray[np.bool_] = (_kinds(rows) == "row") & uneven & (_numbers(rows, "reduced") > HELD)
     return found
+
+
+def _adding_us(rows: Rows) -> Array:
+    """What torch takes to add up the parts of sums, (parts, sums): each thread adds one value after the other.
+
+    How many that are: `aten/src/ATen/native/cuda/Reduce.cuh`, `setReduceConfig` (2.11), of FP32 whose sums lie side by side.
+    """
+    sums, parts = _numbers(rows, "kept"), _numbers(rows, "reduced")
+    width = np.minimum(2.0 ** np.floor(np.log2(np.maximum(sums / VALUES, 1.0))), WARP)
+    height = np.minimum(2.0 ** np.floor(np.log2(np.maximum(parts, 1.0))), ADDERS / width)
+    each = np.where((parts >= 16 * height) | (parts >= MOST_VALUES), parts / height, parts)
+    several = each >= MOST_VALUES
+    return np.where(several, 16.0, each) * VALUE_US + several * MEET_US
 
 
 def _computing_us(rows: Rows, hardware: HardwareSpec) -> Array:

@@ -29,11 +29,11 @@ SCHEMA_VERSION = 3
 FILE = "in_step.json"
 _OF_KIND = {
     "pointwise": "pointwise", "fill": "pointwise", "external": "pointwise", "gather": "gather", "scatter": "scatter",
-    "row": "reduction", "column": "reduction", "both": "reduction",
+    "row": "reduction", "column": "reduction", "both": "reduction", "partials": "partials", "copy": "copy",
 }  # fmt: skip
 FUSED = (
     "pointwise", "gather", "scatter", "scatter_strided", "scatter_turned", "reduction", "quantize_pointwise",
-    "quantize_reduction",
+    "quantize_reduction", "partials", "copy",
 )  # fmt: skip
 """Families of fused kernels that have a curve."""
 RESCALES = {"rescale", "rescale_rounded"}

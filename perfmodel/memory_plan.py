@@ -25,6 +25,7 @@ _LEAST, _MOST, _PROGRAM = 32, 512, 256
 _WHOLE_INNER, _WHOLE_OUTER, _WHOLE_LENGTH = 2 * _MULTIPROCESSORS, 2 * 32 * _MULTIPROCESSORS, 8192
 # A divisor this near to the wanted size of a part is taken instead.
 _NEAR_INNER, _NEAR_OUTER, _NEAR_MOST = 30, 20, 50
+_LEAST_ROWS, _MOST_ROWS = 16, 128  # that a program of a kernel takes which sums both ways
 _RESULTS = 4  # that a reduction has at most: gradients of a norm's weight and bias, beside what is reduced with them
 
 
@@ -79,7 +80,7 @@ def stages(kinds: npt.ArrayLike, kept: npt.ArrayLike, reduced: npt.ArrayLike, wr
     """Kernels that torch.compile makes of fused kernels: a cut reduction's parts are added up by one more for each result.
 
     Args:
-        kinds: As of `perfmodel.fused`: `row` reduces along memory, `column` and `both` across it.
+        kinds: As of `perfmodel.fused`: `row` reduces along memory, `column` across it; `both` has `partial_sums`.
         kept: Elements of a result.
         reduced: Elements that are reduced for each of them.
         written_bytes: Of all results together, in bf16.
@@ -87,11 +88,27 @@ def stages(kinds: npt.ArrayLike, kept: npt.ArrayLike, reduced: npt.ArrayLike, wr
     names = np.asarray(kinds, dtype=np.str_)
     results, length, written = (np.maximum(np.asarray(of, dtype=np.int64), 1) for of in (kept, reduced, written_bytes))
     found = np.ones(len(names), dtype=np.int64)
-    for inner, mine in ((True, names == "row"), (False, np.isin(names, ("column", "both")))):
-        cut = np.flatnonzero(mine)[_parts(length[mine], results[mine], inner) > 1]
+    for kind in ("row", "column"):
+        mine = names == kind
+        cut = np.flatnonzero(mine)[_parts(length[mine], results[mine], kind == "row") > 1]
         # What also writes its elements has few results beside.
         found[cut] += np.clip(written[cut] // (2 * results[cut]), 1, _RESULTS)
     return found
+
+
+def partial_sums(kept: npt.ArrayLike, reduced: npt.ArrayLike, written_bytes: npt.ArrayLike) -> tuple[Whole, Whole]:
+    """Of kernels that reduce both ways at once: the parts that each leaves of a sum over all rows, and how many such sums it has.
+
+    torch itself adds the parts up afterwards (`torch/_inductor/codegen/simd.py`, `_codegen_mix_order_reduction`, 2.11 and 2.13).
+
+    Args:
+        kept: Rows.
+        reduced: Elements of a row.
+        written_bytes: Of elements in one byte or two, and of the sums in two.
+    """
+    rows, columns, written = (np.maximum(np.asarray(of, dtype=np.int64), 1) for of in (kept, reduced, written_bytes))
+    each = np.clip(_next_power(rows // (8 * _MULTIPROCESSORS) + 1) // 2, _LEAST_ROWS, _MOST_ROWS)
+    return _ceil(rows, each), np.clip(written % (rows * columns) // (2 * columns), 1, _RESULTS)
 
 
 def _cut(name: str, length: Whole, results: Whole, inner: bool) -> Columns:
