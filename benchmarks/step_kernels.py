@@ -46,7 +46,8 @@ from perfmodel.kernels import KERNELS
 CLOSE = 0.25  # of the logarithm of the bytes
 STAGE = 1024  # elements that the second stage of a sum adds up at most
 TABLE = "gradient of a table"
-SUMMED = "reduce_kernel<128, 4"  # of FP32 whose sums lie side by side
+# Names of torch's own kernels: sums of FP32 that lie side by side, and what copies to rows that do not lie densely.
+CALLED = {"partials": "reduce_kernel<128, 4", "copy": "elementwise_kernel<128, 4"}
 STEP = ("model", "batch", "variant")
 COUNTS = ("step_launches", "step_batched")
 MEASURED = ("kind", "table", "kept", "reduced", "bytes", "written", "rescales", "us", "left")
@@ -143,11 +144,13 @@ def paired_fused(measured: pd.DataFrame, kernels: Sequence[Fused], batch: int) -
     return found
 
 
-def paired_sums(profile: dict[str, Any], kernels: Sequence[Fused], batch: int) -> list[dict[str, Any]]:
-    """What torch itself adds up behind kernels that sum both ways, if it is as many as predicted: the longer by more steps."""
+def paired_called(kind: str, profile: dict[str, Any], kernels: Sequence[Fused], batch: int) -> list[dict[str, Any]]:
+    """What torch itself runs of a kind (`CALLED`), the longer with what takes longer; of as many as are predicted the longest."""
     names = [row["kernel"] for row in profile["kernels"]]
-    ran = sorted(us for index, us in profile["launches"] if SUMMED in names[index])
-    wanted = [kernel for kernel in kernels if kernel.kind == "partials" for _ in range(kernel.count)]
+    wanted = [kernel for kernel in kernels if kernel.kind == kind for _ in range(kernel.count)]
+    ran = sorted(us for index, us in profile["launches"] if CALLED[kind] in names[index])
+    if kind == "copy":
+        ran = ran[max(len(ran) - len(wanted), 0) :]  # a step has some small ones more
     if len(ran) != len(wanted):
         return []
     found = pd.DataFrame([{**described(kernel, batch), "label": kernel.label} for kernel in wanted])
@@ -255,7 +258,8 @@ def table_of(profile: dict[str, Any], answer: WhatIf) -> pd.DataFrame:
     """Every kernel of one step that found its partner."""
     kernels, gemms = predicted_kernels(answer, profile["variant"])
     pairs = paired_fused(measured_kernels(profile), kernels, profile["batch"])
-    pairs += paired_sums(profile, kernels, profile["batch"])
+    for kind in CALLED:
+        pairs += paired_called(kind, profile, kernels, profile["batch"])
     fused = pd.DataFrame(pairs, columns=list(PAIRED)).drop(columns="staged")
     # Adds that meet in small tables take longer, which `whole_step.conflicts` has.
     adds = fused["kind"] == "scatter"

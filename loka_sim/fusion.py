@@ -21,15 +21,15 @@ UNSAID = {"convert_element_type", "scalar_tensor", "full", "input", ""}
 IN_REDUCTIONS = {"column_scale", "column_scale_rounded"}  # once a tile elsewhere
 COUNTED = {"rescale", "rescale_rounded"}  # of several in one kernel each is computed: `rescale*2`
 NEIGHBOURS = 4  # of the readers of one buffer, how many later ones each is tried with
-ALONE = ("gemm", "external", "gather", "fill", "place")
-PRECEDENCE = ("row", "column", "scatter", "gather", "external", "fill")  # the first that a loop of it is
+ALONE = ("gemm", "external", "gather", "fill", "place", "copy")
+PRECEDENCE = ("row", "column", "scatter", "gather", "external", "fill", "copy")  # the first that a loop of it is
 
 
 class RawGroup(NamedTuple):
     """One kernel at one batch.
 
     Attributes:
-        kind: pointwise, row, column, both (row and column), scatter, fill, external; `gather` where a pointwise kernel looks
+        kind: pointwise, row, column, both (row and column), scatter, fill, copy, external; `gather` where a pointwise kernel looks
             rows up.
         label: Operators in it.
         space: Elements kept and elements reduced for each of them.

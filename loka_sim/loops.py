@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 TURNED, ACROSS = 1, 2
+ADDED = "added"
+"""Stands for a product's reading of the bias that was copied to each of its rows."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Scheduled:
     Attributes:
         label: The aten operator that ends it.
         operators: All that are computed in it.
-        kind: pointwise, row (reduces along memory), column (across it), scatter, fill, gemm, external.
+        kind: pointwise, row (reduces along memory), column (across it), scatter, fill, gemm, copy (torch's own), external.
         space: Elements kept and elements reduced for each of them.
         reads: What it reads.
         writes: Bytes of each buffer that it makes.

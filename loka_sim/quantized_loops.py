@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from loka_sim.loops import ACROSS, Access, Lowered, Reads, Scheduled
+from loka_sim.loops import ACROSS, ADDED, Access, Lowered, Reads, Scheduled
 
 # torch._inductor.config.realize_reads_threshold: what reads more is written for several uses.
 MOST_READS = 4
@@ -102,7 +102,9 @@ class _Quantized:
         self.sizes, self.next = dict(self.step.sizes), max(self.step.sizes, default=0) + 1
         self.taken = {id(loop): self.assigned[loop.site] for loop in loops if loop.site in self.assigned}
         self.maker = {buffer: loop for loop in loops for buffer in loop.writes}
+        loops = self._without_spread(loops)
         inside = self._computed_inside(loops)
+        self.again = self._computed_again(loops, inside)
         result: list[Scheduled] = []
         made: dict[tuple[object, ...], int] = {}
         for loop in loops:
@@ -136,6 +138,41 @@ class _Quantized:
         return Lowered(result, self.sizes, self.step.outputs)
 
     # What is no longer written.
+
+    def _without_spread(self, loops: list[Scheduled]) -> list[Scheduled]:
+        """The loops without the copies of biases to each row: those of FP8 products are added without."""
+        copies = {buffer for loop in loops if loop.kind == "copy" for buffer in loop.writes}
+        gone = {buffer for loop in loops if id(loop) in self.taken for buffer, _ in loop.reads if buffer in copies}
+        for loop in loops:
+            if id(loop) in self.taken:
+                loop.reads = {at: read for at, read in loop.reads.items() if at[0] not in gone}
+        return [
+            loop
+            for loop in loops
+            if not (gone & loop.writes.keys() or (loop.label == ADDED and gone & {buffer for buffer, _ in loop.reads}))
+        ]
+
+    def _computed_again(self, loops: list[Scheduled], inside: Mapping[int, Scheduled]) -> dict[int, Scheduled]:
+        """Buffers of the forward, as a norm's result, that of the backward only FP8 GEMMs read: it keeps what they are made of.
+
+        That is as torch.compile's partitioner has it where the backward reads it anyway (`torch/_functorch/partitioners.py`).
+        """
+        kept = {buffer for loop in loops if loop.backward for buffer, _ in loop.reads}
+        readers: dict[int, list[Scheduled]] = {}
+        for loop in loops:
+            if loop.backward:
+                for buffer in {buffer for buffer, _ in loop.reads}:
+                    readers.setdefault(buffer, []).append(loop)
+        found: dict[int, Scheduled] = {}
+        for loop in loops:
+            (buffer, *others) = loop.writes
+            if loop.kind != "pointwise" or loop.backward or loop.gathers or others or buffer not in readers or buffer in inside:
+                continue
+            large = {source for source, _ in loop.reads if 2 * self.sizes[source] >= self.sizes[buffer]}
+            there = all(source in kept or source not in self.maker for source in large)
+            if there and buffer not in self.step.outputs and all(self._takes(reader, buffer) for reader in readers[buffer]):
+                found[buffer] = loop
+        return found
 
     def _computed_inside(self, loops: list[Scheduled]) -> dict[int, Scheduled]:
         """Buffers that only FP8 GEMMs and loops read: those loops compute them anew, from what their maker reads."""
@@ -198,7 +235,7 @@ class _Quantized:
         key = (buffer, part, how.scaling, how.turned, gemm.backward)
         if key in made:
             return
-        maker = inside.get(buffer)
+        maker = inside.get(buffer) or (self.again.get(buffer) if gemm.backward else None)
         whole = Access(2 * elements, True)
         reads = {(buffer, part): whole} if maker is None else self._part(maker, buffer, part, whole)
         operators = frozenset() if maker is None else maker.operators

@@ -155,8 +155,11 @@ def with_partial_sums(kernels: Iterable[Fused], batch: int) -> list[Fused]:
             sizes = described(kernel, batch)
             columns = sizes["reduced"]
             ((parts,), (number,)) = partial_sums([sizes["kept"]], [columns], [sizes["written_bytes"]])
-            left = [Dim(int(size)) for size in (columns, parts, 4 * parts * columns, 4 * columns, 0)]
-            found.append(Fused(kernel.phase, "partials", "sum", *left, count=kernel.count * int(number)))
+            kept, reduced, read, written, unordered = (
+                Dim(int(size)) for size in (columns, parts, 4 * parts * columns, 4 * columns, 0)
+            )
+            count = kernel.count * int(number)
+            found.append(Fused(kernel.phase, "partials", "sum", kept, reduced, read, written, unordered, count=count))
     return found
 
 

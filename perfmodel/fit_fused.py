@@ -3,7 +3,8 @@
     python -m perfmodel.fit_fused --hardware h200
 
 Learned from `data/<hardware>/fused.parquet` (`python -m hil.fused`) and from the norms, activations, sums and quantizers of
-`memory.parquet`, as kernels of so many bytes. Folds hold out whole shapes. No kernel of a model is among them.
+`memory.parquet`, as kernels of so many bytes. Folds hold out whole shapes. No kernel of a model is among them: where steps were
+profiled, `python -m perfmodel.fit_in_step` behind this fits the trees once more, to theirs, too.
 """
 
 from __future__ import annotations
@@ -95,6 +96,11 @@ def predict(booster: Any, rows: pd.DataFrame, hardware: HardwareSpec) -> np.ndar
     return baseline_us(rows, hardware) * np.exp(booster.inplace_predict(matrix))
 
 
+def save(booster: Any, folder: Path) -> None:
+    """Write the trees to a folder of models."""
+    (folder / MODEL).write_bytes(gzip.compress(bytes(booster.save_raw("ubj")), mtime=0))
+
+
 def held_out(rows: pd.DataFrame, hardware: HardwareSpec) -> np.ndarray:
     """Every row's time by trees that saw no kernel of its iteration space."""
     space = rows.groupby(["kept", "reduced"]).ngroup().to_numpy()
@@ -139,7 +145,7 @@ def main() -> int:
     booster = train(rows, spec)
     target = folder / "models"
     target.mkdir(exist_ok=True)
-    (target / MODEL).write_bytes(gzip.compress(bytes(booster.save_raw("ubj")), mtime=0))
+    save(booster, target)
     manifest = {
         "schema_version": SCHEMA_VERSION,
         "hardware": options.hardware,

@@ -2,11 +2,12 @@
 
     python -m perfmodel.fit_in_step
 
-Learned from `data/<hardware>/step_kernels.parquet` (`benchmarks/step_kernels.py`), over the times alone by the models as they
-ship, and from `step_layouts.parquet` (`benchmarks/step_layouts.py`): run it again when those are fitted anew. A curve in a few
-knots for each family, drawn to one common curve and kept smooth; kernels that are far off count less. How far a family's kernels
-of a step are off together is what it was in steps of the kinds of models that a fit left out; the gaps between kernels are those
-of steps that had a GPU to themselves.
+Learned from `data/<hardware>/step_kernels.parquet` (`benchmarks/step_kernels.py`), over the times alone: of GEMMs by the model as
+it ships, of fused kernels by trees fitted to those timed alone (`perfmodel.fit_fused`); and from `step_layouts.parquet`
+(`benchmarks/step_layouts.py`). Run it again when those are fitted anew. A curve in a few knots for each family, drawn to one common
+curve and kept smooth; kernels that are far off count less. Then the trees of fused kernels are fitted once more, to those of steps
+among the others, less what the curves say. How far a family's kernels of a step are off together is what it was in steps of the
+kinds of models that a fit left out; the gaps between kernels are those of steps that had a GPU to themselves.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from perfmodel import fused
+from perfmodel import fit_fused, fused
 from perfmodel import load as load_kernels
 from perfmodel.data_folder import data_folder
-from perfmodel.hardware import available
+from perfmodel.hardware import HardwareSpec, available
+from perfmodel.hardware import load as load_hardware
 from perfmodel.in_step import (
     BATCHED,
     CLEARED_US,
@@ -52,19 +55,34 @@ APART, FROM_ONE, BENDS = 0.012, 0.004, 0.04
 OUTLYING = 0.15  # of the logarithm: kernels further off count in proportion less
 ROUNDS = 8
 SHARED_WEIGHT = 0.5  # of steps that ran beside other work on the machine
+STEP_WEIGHT = 10.0  # of a step's kernels in the trees of fused ones, together; one timed alone counts 1
 SMALL_US = 25.0  # batched products of which what is not their kernel is a share to be seen
 LEAST_OFF, MOST_OFF = 0.03, 0.5  # of a family that one kind of model has alone nothing can be said without it
 STEP = ["model", "batch", "variant"]
 
 
-def alone_us(table: pd.DataFrame, hardware: str = "h200") -> Array:
-    """Times alone of a table's kernels, by the models as they ship."""
+def alone_us(table: pd.DataFrame, trees: Any, hardware: HardwareSpec) -> Array:
+    """Times alone of a table's kernels: of products by the model as it ships, of fused kernels by trees."""
     result = np.empty(len(table))
     products = (table["kind"] == "gemm").to_numpy()
     rows = table[products][["kernel", "m", "n", "k", "groups"]].astype({name: int for name in ("m", "n", "k", "groups")})
-    result[products] = _products_us(rows, hardware)
-    result[~products] = _fused_us(table[~products], hardware)
+    result[products] = _products_us(rows, hardware.name)
+    result[~products] = fit_fused.predict(trees, _fused(table), hardware)
     return result
+
+
+def _fused(table: pd.DataFrame) -> pd.DataFrame:
+    """The fused kernels of a table as the trees take them."""
+    return table[table["kind"] != "gemm"].astype({"uneven": bool})
+
+
+def with_steps(rows: pd.DataFrame, table: pd.DataFrame, factor: Array) -> pd.DataFrame:
+    """Rows to fit trees to, and fused kernels of steps as they would take alone: less what the curves say."""
+    kernels = _fused(table)
+    alone = kernels["us"].to_numpy(dtype=float) / factor[(table["kind"] != "gemm").to_numpy()]
+    share = (kernels["us"] * kernels["launches"] / kernels["step_us"]).to_numpy(dtype=float)
+    added = kernels[list(fused.COLUMNS)].assign(p50_us=alone, weight=STEP_WEIGHT * share)
+    return pd.concat([rows, added], ignore_index=True)
 
 
 def _products_us(rows: pd.DataFrame, hardware: str) -> Array:
@@ -77,11 +95,6 @@ def _products_us(rows: pd.DataFrame, hardware: str) -> Array:
         runs = [groups == 1 and spec.illegal(m, n, k) is None for m, n, k, groups in sizes]
         asked.append(shapes[runs].assign(kernel=name))
     return model.predict_together(pd.concat(asked, ignore_index=True))["time_us"].to_numpy()[: len(rows)]
-
-
-def _fused_us(table: pd.DataFrame, hardware: str) -> Array:
-    # What a fit before this one found is nothing that it needs.
-    return fused.load(hardware, between=False).predict(table.astype({"uneven": bool}))["time_us"].to_numpy()
 
 
 def families_of(table: pd.DataFrame) -> npt.NDArray[np.str_]:
@@ -167,15 +180,24 @@ def factors(curves: dict[str, dict[str, list[float]]], table: pd.DataFrame, alon
     return result
 
 
-def held_out(table: pd.DataFrame, alone: Array) -> Array:
-    """Times in a step by fits that left kernels of the same kind of model out."""
+def held_out(table: pd.DataFrame, alone: Array, rows: pd.DataFrame, hardware: HardwareSpec) -> Array:
+    """Times in a step by fits that left kernels of the same kind of model out.
+
+    Args:
+        table: Kernels of steps.
+        alone: Their times alone, in microseconds, by trees that know of no step.
+        rows: What those trees were fitted to.
+        hardware: The GPU.
+    """
     kinds = table["model"].map(architecture).to_numpy()
     result = np.empty(len(table))
     for kind in np.unique(kinds):
         mine = kinds == kind
-        others = table[~mine].reset_index(drop=True)
+        others, its = table[~mine].reset_index(drop=True), alone[mine].copy()
         curves, less = fit(others, alone[~mine]), batched_us(others, alone[~mine])
-        result[mine] = alone[mine] * factors(curves, table[mine], alone[mine], less)
+        trees = fit_fused.train(with_steps(rows, others, factors(curves, others, alone[~mine], less)), hardware)
+        its[(table[mine]["kind"] != "gemm").to_numpy()] = fit_fused.predict(trees, _fused(table[mine]), hardware)
+        result[mine] = its * factors(curves, table[mine], its, less)
     return result
 
 
@@ -285,9 +307,10 @@ def main() -> int:
     parser.add_argument("--hardware", default="h200", choices=available())
     options = parser.parse_args()
     folder = data_folder() / options.hardware
-    table = pd.read_parquet(folder / "step_kernels.parquet")
-    alone = alone_us(table, options.hardware)
-    predicted = held_out(table, alone)
+    spec = load_hardware(options.hardware)
+    table, rows = pd.read_parquet(folder / "step_kernels.parquet"), fit_fused.read_rows(folder)
+    alone = alone_us(table, fit_fused.train(rows, spec), spec)
+    predicted = held_out(table, alone, rows, spec)
     gap_us, batched_gap_us = gaps_us(table)
     layouts = pd.read_parquet(folder / "step_layouts.parquet")
     lies, power = across(layouts, longer_us(layouts, options.hardware))
@@ -297,14 +320,15 @@ def main() -> int:
         "command": f"python -m perfmodel.fit_in_step --hardware {options.hardware}",
         "kernels": len(table),
         "steps": int(table.groupby(STEP).ngroups),
-        "curves": fit(table, alone),
+        "curves": (curves := fit(table, alone)),
         "gap_us": gap_us,
         "batched_gap_us": batched_gap_us,
-        "batched_less_us": round(batched_us(table, alone) - CLEARED_US, 3),
+        "batched_less_us": round((less := batched_us(table, alone)) - CLEARED_US, 3),
         "across": lies,
         "across_power": power,
         "off": calibrated(table, predicted, off_together(table, predicted)),
     }
+    fit_fused.save(fit_fused.train(with_steps(rows, table, factors(curves, table, alone, less)), spec), folder / "models")
     (folder / "models" / FILE).write_text(json.dumps(document, indent=1) + "\n")
     for name, curve in document["curves"].items():
         line = " ".join(f"{factor:.2f}" for factor in curve["factor"])

@@ -2,7 +2,7 @@
 
 A kernel is known by its kind (pointwise, gather, row, column, both, scatter, fill, external), its iteration space and its
 bytes, whatever it computes; so any kernel that a compiler makes can be asked, also one that nobody measured by name. Two kinds
-are torch's own: `partials` adds up what kernels that sum both ways leave, `copy` copies what a product is added to.
+are torch's own: `partials` adds up what kernels that sum both ways leave, `copy` copies a bias to each row.
 """
 
 from __future__ import annotations

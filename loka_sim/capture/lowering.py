@@ -34,12 +34,14 @@ from loka_sim.capture.operators import (
     trailing,
     value_of,
 )  # fmt: skip
-from loka_sim.loops import ACROSS, Access, Lowered, Reads, Scheduled
+from loka_sim.loops import ACROSS, ADDED, Access, Lowered, Reads, Scheduled
 
 # torch._inductor.config, alike in torch 2.11 and 2.13: realize_reads_threshold, realize_opcount_threshold,
 # realize_acc_reads_threshold, and the inputs up to which a concatenation is computed where it is used.
 MOST_READS, MOST_OPERATIONS, MOST_READS_AT_ALL, MOST_JOINED = 4, 30, 8, 8
 SECTOR_BYTES = 32  # what a GPU fetches at least
+# torch._inductor.config.padding_stride_threshold, and padding_alignment_bytes: longer rows begin at a multiple.
+PADDED_FROM, PADDED_TO_BYTES = 1024, 128
 
 
 @dataclass
@@ -268,10 +270,32 @@ class Lowering:
             self._realize(view)
             for key, access in self._reads(view).items():
                 _add(reads, key, Access(access.read_bytes, False))
+        if kind == "gemm":
+            self._spread(node, reads)
         made = self._made(node)
         self._schedule(operator_name(node), kind, (0, 0), reads, made)
         if kind == "gemm":
             self._operands(node)
+
+    def _spread(self, node: fx.Node, reads: Reads) -> None:
+        """The bias of a product whose rows are padded: copied to each row first, and read from there by the product.
+
+        cuBLAS adds a bias by itself to dense rows only (`aten/src/ATen/native/cuda/Blas.cpp`, 2.11); where all that uses the sum
+        goes element by element, torch.compile adds it there instead (`fx_passes/post_grad.py`, `should_prefer_unfused_addmm`).
+        """
+        value = value_of(node)
+        columns, size = value.shape[-1], value.numel() * value.element_size()
+        padded = columns > PADDED_FROM and columns * value.element_size() % PADDED_TO_BYTES > 0
+        bias = node.args[0]
+        if operator_name(node) != "addmm" or not padded or not isinstance(bias, fx.Node) or value_of(bias).dim() != 1:
+            return
+        if all(map(_element_by_element, node.users)):
+            return
+        (view,) = self._all(bias)
+        spread, nothing = self._buffer(size), self._buffer(0)
+        self._schedule("copy", "copy", (value.numel(), 1), self._reads(view), [spread])
+        self._schedule(ADDED, "external", (value.numel(), 1), {(spread, ""): Access(size, False)}, [nothing])
+        reads[spread, ""] = Access(0, False)
 
     def _operands(self, node: fx.Node) -> None:
         """Note a GEMM's sizes and what it multiplies."""
@@ -363,6 +387,15 @@ class Lowering:
             reads |= self._reads(view)
         made = self._made(node)
         self._schedule("copy_", "pointwise", (value_of(node).numel(), 1), reads, made)
+
+
+def _element_by_element(node: fx.Node) -> bool:
+    """As torch.compile asks it: of a view, of all that use it."""
+    if node.op != "call_function":
+        return False
+    if operator_name(node) in VIEWS:
+        return all(map(_element_by_element, node.users))
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def _inline(root: _Root, inside: _Root) -> None:
