@@ -53,12 +53,12 @@ def _entry(
     """Kind and bytes of a kernel; None of one that is a stage of a reduction."""
     entry = {"kind": "pointwise", "read_bytes": read_bytes, "written_bytes": written_bytes, "unordered_bytes": 0, "uneven": False}
     if name == CALLED:
-        return {**entry, "kind": "partials" if family == "partials" else "copy", "uneven": family == "padded_copy"}
+        return {**entry, "kind": family}
     sizes = MATRICES
     if family.removesuffix("_large").removesuffix(DRAWN) in TURNED:
         return _turned_entry(family, kept, reduced, entry)
     if family.endswith(DRAWN):
-        family, sizes = family.removesuffix(DRAWN), drawn_families.MATRICES + drawn_families.LARGE
+        family, sizes = family.removesuffix(DRAWN), drawn_families.MATRICES + drawn_families.LARGE + drawn_families.COPIED
     if family.startswith(("tensorwise_", "rowwise_")):
         return _quantized_entry(family, kept, reduced, entry, tiled)
     if family == "norm_backward" and (kept, reduced) in sizes:

@@ -33,7 +33,7 @@ _OF_KIND = {
 }  # fmt: skip
 FUSED = (
     "pointwise", "gather", "scatter", "scatter_strided", "scatter_turned", "reduction", "quantize_pointwise",
-    "quantize_reduction", "partials", "copy",
+    "quantize_reduction", "magnitudes", "partials", "copy",
 )  # fmt: skip
 """Families of fused kernels that have a curve."""
 RESCALES = {"rescale", "rescale_rounded"}
@@ -67,6 +67,8 @@ def family(kind: str, label: str, kept: int, unordered_bytes: int) -> str:
     if RESCALES & {operator.partition("*")[0] for operator in operators}:
         return "rescale"
     quantizes = "cast" in operators or {"abs", "amax"} <= operators
+    if quantizes and kind == "row" and not operators & {"cast", "var_mean"}:  # of a whole tensor, in long pieces
+        return "magnitudes"
     return f"quantize_{found}" if quantizes and found in ("pointwise", "reduction") else found
 
 
