@@ -54,7 +54,7 @@ def _entry(
     entry = {"kind": "pointwise", "read_bytes": read_bytes, "written_bytes": written_bytes, "unordered_bytes": 0, "uneven": False}
     if name == CALLED:
         return {**entry, "kind": family}
-    sizes = MATRICES
+    sizes: tuple[tuple[int, int], ...] = MATRICES
     if family.removesuffix("_large").removesuffix(DRAWN) in TURNED:
         return _turned_entry(family, kept, reduced, entry)
     if family.endswith(DRAWN):
