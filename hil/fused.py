@@ -132,7 +132,8 @@ def _called_cases() -> Iterator[tuple[str, int, int, int, int, Callable[[], obje
         workspace = torch.rand(parts, columns, device="cuda")
         yield "partials", columns, parts, 4 * parts * columns, 4 * columns, partial(workspace.sum, dim=0)
     for rows, columns in COPIES:
-        place = torch.empty_strided((rows, columns), (-(-columns // PADDED_TO) * PADDED_TO, 1), dtype=torch.bfloat16, device="cuda")
+        stride = -(-columns // PADDED_TO) * PADDED_TO
+        place = torch.empty_strided((rows, columns), (stride, 1), dtype=torch.bfloat16, device="cuda")
         yield "copy", rows * columns, 1, 2 * columns, 2 * rows * columns, partial(place.copy_, _random_rows(1, columns)[0])
 
 

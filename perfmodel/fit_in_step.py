@@ -2,12 +2,12 @@
 
     python -m perfmodel.fit_in_step
 
-Learned from `data/<hardware>/step_kernels.parquet` (`benchmarks/step_kernels.py`), over the times alone: of GEMMs by the model as
-it ships, of fused kernels by trees fitted to those timed alone (`perfmodel.fit_fused`); and from `step_layouts.parquet`
-(`benchmarks/step_layouts.py`). Run it again when those are fitted anew. A curve in a few knots for each family, drawn to one common
-curve and kept smooth; kernels that are far off count less. Then the trees of fused kernels are fitted once more, to those of steps
-among the others, less what the curves say. How far a family's kernels of a step are off together is what it was in steps of the
-kinds of models that a fit left out; the gaps between kernels are those of steps that had a GPU to themselves.
+Learned from `data/<hardware>/step_kernels.parquet` (`benchmarks/step_kernels.py`), over the times alone: of GEMMs by the model
+as it ships, of fused kernels by trees fitted to those timed alone (`perfmodel.fit_fused`); and from `step_layouts.parquet`
+(`benchmarks/step_layouts.py`). Run it again when those are fitted anew. A curve in a few knots for each family, drawn to one
+common curve and kept smooth; kernels that are far off count less. Then the trees of fused kernels are fitted once more, to those
+of steps among the others, less what the curves say. How far a family's kernels of a step are off together is what it was in steps
+of the kinds of models that a fit left out; the gaps between kernels are those of steps that had a GPU to themselves.
 """
 
 from __future__ import annotations
@@ -77,9 +77,10 @@ def _fused(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_steps(rows: pd.DataFrame, table: pd.DataFrame, factor: Array) -> pd.DataFrame:
-    """Rows to fit trees to, and fused kernels of steps as they would take alone: less what the curves say."""
-    kernels = _fused(table)
-    alone = kernels["us"].to_numpy(dtype=float) / factor[(table["kind"] != "gemm").to_numpy()]
+    """Rows to fit trees to, and fused kernels of steps as they would take alone, by the curves of their families."""
+    mine = np.isin(families_of(table), FUSED)
+    kernels = _fused(table[mine])
+    alone = kernels["us"].to_numpy(dtype=float) / factor[mine]
     share = (kernels["us"] * kernels["launches"] / kernels["step_us"]).to_numpy(dtype=float)
     added = kernels[list(fused.COLUMNS)].assign(p50_us=alone, weight=STEP_WEIGHT * share)
     return pd.concat([rows, added], ignore_index=True)
