@@ -29,8 +29,8 @@ class RawGroup(NamedTuple):
     """One kernel at one batch.
 
     Attributes:
-        kind: pointwise, row, column, both (row and column), scatter, fill, copy, external; `gather` where a pointwise kernel looks
-            rows up.
+        kind: pointwise, row, column, both (row and column), scatter, fill, copy, external; `gather` where a pointwise kernel
+            looks rows up.
         label: Operators in it.
         space: Elements kept and elements reduced for each of them.
         read_bytes: Distinct bytes read.

@@ -117,3 +117,12 @@ def test_no_profiles_are_refused_in_one_line(benchmark, monkeypatch, tmp_path, c
     with pytest.raises(SystemExit) as stop:
         benchmark.main()
     assert stop.value.code == 2 and "no profile to take kernels from" in capsys.readouterr().err
+
+
+def test_what_torch_itself_adds_up_goes_with_the_sums_that_take_as_long(benchmark):
+    name = "void at::native::reduce_kernel<128, 4, at::native::ReduceOp<float>>"
+    profile = {"kernels": [{"kernel": name}, {"kernel": "triton_poi_a"}], "launches": [[0, 9.0], [1, 50.0], [0, 30.0], [0, 8.0]]}
+    sums = [fused("partials", 1920, 384, 4 * 1920 * 384, 4 * 1920, "sum", 2), fused("partials", 32, 3840, 491_520, 128, "sum")]
+    found = benchmark.paired_called("partials", profile, sums, 1)
+    assert sorted((row["kept"], row["us"], row["launches"]) for row in found) == [(32, 30.0, 1.0), (1920, 8.5, 2.0)]
+    assert benchmark.paired_called("partials", profile, sums[:1], 1) == []  # another number ran than was predicted

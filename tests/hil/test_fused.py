@@ -5,8 +5,8 @@ import json
 import pandas as pd
 import pytest
 
-from hil import fused_table
-from hil.fused_families import CUBES, MATRICES
+from hil import drawn_families, fused_table
+from hil.fused_families import CALLED, CUBES, MATRICES
 from hil.fused_table import tabulated
 
 
@@ -93,3 +93,31 @@ def test_a_table_says_which_runs_it_is_made_of(tmp_path, capsys):
         fused_table.main([first, "--out", str(tmp_path / "a.parquet")])
     assert "which is to be read" in capsys.readouterr().err
     assert json.loads((tmp_path / "a.json").read_text())["rows"] == [exp]
+
+
+def test_drawn_sizes_lie_between_the_round_ones_and_are_known_by_their_elements():
+    assert len({b * t * d for b, t, d in drawn_families.CUBES}) == len(drawn_families.CUBES) == 20
+    assert not {m * n for m, n in drawn_families.MATRICES} & {m * n for m, n in MATRICES}
+    for m, n in drawn_families.LARGE:  # as torch.compile asks for it: `MixOrderReduction.can_fuse`
+        assert m * n >= 5 * 2**20 and m >= max(4096, 2 * n)
+    assert all(m % 16 == n % 16 == 0 for m, n in drawn_families.COPIED)
+
+
+def test_a_norms_gradient_with_the_turned_copy_writes_that_across_memory():
+    m, n = drawn_families.COPIED[2]
+    sizes, read = {"x": m, "r0_": n}, 4 * m * n
+    entry = one("norm_backward_copied_drawn", "triton_per_fused_0", sizes, read, 3 * m * n + 4 * n)
+    assert (entry["kind"], entry["unordered_bytes"]) == ("both", m * n)
+    entry = one("norm_backward_copied_drawn", "triton_per_fused_0", sizes, read, 2 * m * n + 4 * n)
+    assert (entry["kind"], entry["unordered_bytes"]) == ("both", 0)
+
+
+@pytest.mark.parametrize("kind", ["partials", "copy"])
+def test_what_torch_itself_runs_is_a_kind_of_its_own(kind):
+    assert one(kind, CALLED, {"x": 1920, "r0_": 384 if kind == "partials" else 1}, 4096, 2048)["kind"] == kind
+
+
+@pytest.mark.parametrize(("family", "terms"), [("table_gradient_strided1_drawn", 1), ("table_gradient_strided3_drawn", 3)])
+def test_gradients_that_lie_apart_are_read_a_sector_each(family, terms):
+    entry = one(family, "triton_poi_fused_embedding_dense_backward_0", {"x": 1024, "r0_": 1}, 10**6, 4096)
+    assert (entry["kind"], entry["unordered_bytes"]) == ("scatter", terms * 32 * 1024)

@@ -176,3 +176,43 @@ def test_kernels_and_bytes_are_those_of_a_converted_model(reference):
     assert moved == pytest.approx(reference["but_gradients_of_tables"]["bytes"], rel=0.15)
     launches = sum(k.count * (2 if k.kind == "column" else 1) for k in own)
     assert launches == pytest.approx(reference["but_gradients_of_tables"]["kernels"], rel=0.25)
+
+
+def normed(batch, columns=512):
+    """A norm whose result one FP8 layer alone reads, behind a layer whose output it normalizes."""
+    model = nn.Sequential(nn.Linear(64, columns), nn.LayerNorm(columns), nn.Linear(columns, 256, bias=False))
+    found = capture(model, (torch.randn(batch, 64),))
+    shape = SiteShape.of(found.sites[1], batch)
+    site = found.sites[1].name
+
+    def both(*passes):
+        taken = {
+            (site, name): {tensor: Taken("tensorwise", turned, *shape.tensor(tensor)) for tensor, turned in shape.reads(name)}
+            for name in passes
+        }
+        step = fused(step_loops.read(found.loops, batch), taken)
+        return [kernel for kernel in step if kernel.kind == "both"]
+
+    return both
+
+
+def test_a_backward_makes_a_norms_result_anew_that_fp8_products_alone_read():
+    """As torch 2.11 did on an H200 (wukong at drawn sizes): one kernel of the norm's gradient and the turned 8-bit copy."""
+    both = normed(16384)
+    (kernel,) = both("output", "grad_input", "grad_weight")
+    (plain,) = both("output")  # whose weight's gradient reads the result itself, which the forward keeps
+    size = 16384 * 512
+    assert "cast" in kernel.label.split() and "cast" not in plain.label.split()
+    assert kernel.written_bytes.at(16384) - plain.written_bytes.at(16384) == kernel.unordered_bytes.at(16384) == size
+    assert kernel.read_bytes.at(16384) - plain.read_bytes.at(16384) < 0.01 * size
+
+
+@pytest.mark.parametrize(
+    ("columns", "behind", "copies"),
+    [(1096, "linear", 1), (1152, "linear", 0), (1000, "linear", 0), (1096, "output", 1), (1096, "relu", 0)],
+)
+def test_a_bias_is_copied_to_padded_rows_of_a_product(columns, behind, copies):
+    """Not where the rows are dense, nor where torch.compile adds the bias to what goes element by element behind; nor in FP8."""
+    tail = {"linear": [nn.Linear(columns, 64)], "relu": [nn.ReLU()], "output": []}[behind]
+    found = capture(nn.Sequential(nn.Linear(64, columns), *tail), (torch.randn(512, 64),))
+    assert sum(kernel.count for kernel in found.fused if kernel.kind == "copy") == copies

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from perfmodel import fit_in_step, hardware, in_step
+from perfmodel import fit_in_step, fused, hardware, in_step
 from perfmodel.data_folder import data_folder
 
 SHIPPED = in_step.load()
@@ -169,3 +169,20 @@ def test_timed_weight_gradients_are_nearer_with_what_was_found():
     found = SHIPPED.across_us(layouts["m"], layouts["n"], longer)
     apart = [np.abs(np.log(layouts["us"] / us)).mean() for us in (found, layouts["k_fastest_us"])]
     assert apart[0] < 0.6 * apart[1]
+
+
+def test_kernels_of_steps_teach_the_trees_by_what_they_would_take_alone():
+    table = kernels(40).assign(us=3.0, reduced=1, uneven=False, instructions=2)
+    table.loc[table.index[:4], ["kind", "label"]] = "pointwise", "mul rescale"
+    rows = pd.DataFrame({name: [] for name in (*fused.COLUMNS, "p50_us", "weight")})
+    found = fit_in_step.with_steps(rows, table, np.full(len(table), 1.5))
+    taught = (table["kind"] == "pointwise") & (table["label"] == "add")
+    assert len(found) == taught.sum() and found["p50_us"].tolist() == [2.0] * taught.sum()
+    assert found["weight"].to_numpy(dtype=float) == pytest.approx(fit_in_step.STEP_WEIGHT * 3.0)
+
+
+def test_magnitudes_of_a_whole_tensor_are_a_family_of_their_own():
+    assert in_step.family("row", "abs amax le where", 512, 0) == "magnitudes"
+    assert in_step.family("row", "abs amax cast clamp_max mul", 2048, 0) == "quantize_reduction"
+    assert in_step.family("row", "abs add amax mul rsqrt sub var_mean", 2048, 0) == "quantize_reduction"
+    assert in_step.family("column", "abs amax", 512, 0) == "quantize_reduction"

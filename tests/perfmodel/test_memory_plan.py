@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from perfmodel.memory_plan import launches, plan, run_height, stages
+from perfmodel.memory_plan import launches, partial_sums, plan, run_height, stages
 
 H200 = SimpleNamespace(multi_processor_count=132, warp_size_or_default=32, max_threads_per_multi_processor=2048, major=9)
 
@@ -216,3 +216,23 @@ def test_kernels_of_reductions():
     kinds = ["pointwise", "row", "column", "column", "column"]
     found = stages(kinds, [4096, 4096, 16, 16, 40000], [1, 64, 24576, 24576, 24576], [8192, 8192, 32, 64, 80000])
     assert found.tolist() == [1, 1, 2, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "written", "parts", "sums"),
+    [  # of torch.compile's code for steps of Wukong and InterFormer (torch 2.11): `workspace.view(parts, columns).sum(dim=0)`
+        (6144, 1920, 2 * 6144 * 1920 + 2 * 2 * 1920, 384, 2),
+        (6144, 1920, 3 * 6144 * 1920 + 2 * 2 * 1920, 384, 2),
+        (491520, 32, 4 * 491520 * 32 + 2 * 2 * 32, 3840, 2),
+        (139264, 96, 2 * 139264 * 96 + 2 * 3 * 96, 1088, 3),
+    ],
+)
+def test_sums_of_both_ways_leave_as_many_parts_as_torch_compile_says(rows, columns, written, parts, sums):
+    assert [found.tolist() for found in partial_sums([rows], [columns], [written])] == [[parts], [sums]]
+
+
+def test_rows_of_a_part_are_torch_compiles():
+    inductor = pytest.importorskip("torch._inductor.utils")
+    rows = [4096, 10_000, 33_791, 33_792, 67_583, 67_584, 131_072, 135_168, 1_000_000]
+    each = [min(max(inductor.last_power_of_2(count // (132 * 8)), 16), 128) for count in rows]
+    assert partial_sums(rows, [64] * 9, [128] * 9)[0].tolist() == [-(-count // of) for count, of in zip(rows, each, strict=True)]
