@@ -56,6 +56,7 @@ OUTLYING = 0.15  # of the logarithm: kernels further off count in proportion les
 ROUNDS = 8
 SHARED_WEIGHT = 0.5  # of steps that ran beside other work on the machine
 STEP_WEIGHT = 30.0  # of a step's kernels in the trees of fused ones, together; one timed alone counts 1
+MOST_LONGER = 2.0  # than trees and curves say that know no step's
 SMALL_US = 25.0  # batched products of which what is not their kernel is a share to be seen
 LEAST_OFF, MOST_OFF = 0.03, 0.5  # of a family that one kind of model has alone nothing can be said without it
 STEP = ["model", "batch", "variant"]
@@ -76,13 +77,14 @@ def _fused(table: pd.DataFrame) -> pd.DataFrame:
     return table[table["kind"] != "gemm"].astype({"uneven": bool})
 
 
-def with_steps(rows: pd.DataFrame, table: pd.DataFrame, factor: Array) -> pd.DataFrame:
+def with_steps(rows: pd.DataFrame, table: pd.DataFrame, factor: Array, alone: Array) -> pd.DataFrame:
     """Rows to fit trees to, and fused kernels of steps as they would take alone, by the curves of their families."""
-    mine = np.isin(families_of(table), FUSED)
+    us = table["us"].to_numpy(dtype=float) / factor
+    # What takes that much longer is hardly the kernel that was predicted, but one of as many bytes that computes more.
+    mine = np.isin(families_of(table), FUSED) & (us < MOST_LONGER * alone)
     kernels = _fused(table[mine])
-    alone = kernels["us"].to_numpy(dtype=float) / factor[mine]
     share = (kernels["us"] * kernels["launches"] / kernels["step_us"]).to_numpy(dtype=float)
-    added = kernels[list(fused.COLUMNS)].assign(p50_us=alone, weight=STEP_WEIGHT * share)
+    added = kernels[list(fused.COLUMNS)].assign(p50_us=us[mine], weight=STEP_WEIGHT * share)
     return pd.concat([rows, added], ignore_index=True)
 
 
@@ -196,7 +198,9 @@ def held_out(table: pd.DataFrame, alone: Array, rows: pd.DataFrame, hardware: Ha
         mine = kinds == kind
         others, its = table[~mine].reset_index(drop=True), alone[mine].copy()
         curves, less = fit(others, alone[~mine]), batched_us(others, alone[~mine])
-        trees = fit_fused.train(with_steps(rows, others, factors(curves, others, alone[~mine], less)), hardware)
+        trees = fit_fused.train(
+            with_steps(rows, others, factors(curves, others, alone[~mine], less), alone[~mine]), hardware
+        )
         its[(table[mine]["kind"] != "gemm").to_numpy()] = fit_fused.predict(trees, _fused(table[mine]), hardware)
         result[mine] = its * factors(curves, table[mine], its, less)
     return result
@@ -329,7 +333,8 @@ def main() -> int:
         "across_power": power,
         "off": calibrated(table, predicted, off_together(table, predicted)),
     }
-    fit_fused.save(fit_fused.train(with_steps(rows, table, factors(curves, table, alone, less)), spec), folder / "models")
+    taught = with_steps(rows, table, factors(curves, table, alone, less), alone)
+    fit_fused.save(fit_fused.train(taught, spec), folder / "models")
     (folder / "models" / FILE).write_text(json.dumps(document, indent=1) + "\n")
     for name, curve in document["curves"].items():
         line = " ".join(f"{factor:.2f}" for factor in curve["factor"])
