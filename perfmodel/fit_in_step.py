@@ -81,7 +81,10 @@ def with_steps(rows: pd.DataFrame, table: pd.DataFrame, factor: Array, alone: Ar
     """Rows to fit trees to, and fused kernels of steps as they would take alone, by the curves of their families."""
     us = table["us"].to_numpy(dtype=float) / factor
     # What takes that much longer is hardly the kernel that was predicted, but one of as many bytes that computes more.
-    mine = np.isin(families_of(table), FUSED) & (us < MOST_LONGER * alone)
+    families = families_of(table)
+    # Of those that multiply scales, only what does little else is told from others by its bytes.
+    known = np.isin(families, FUSED) | ((families == "rescale") & (table["kind"] == "pointwise").to_numpy())
+    mine = known & (us < MOST_LONGER * alone)
     kernels = _fused(table[mine])
     share = (kernels["us"] * kernels["launches"] / kernels["step_us"]).to_numpy(dtype=float)
     added = kernels[list(fused.COLUMNS)].assign(p50_us=us[mine], weight=STEP_WEIGHT * share)
@@ -198,9 +201,7 @@ def held_out(table: pd.DataFrame, alone: Array, rows: pd.DataFrame, hardware: Ha
         mine = kinds == kind
         others, its = table[~mine].reset_index(drop=True), alone[mine].copy()
         curves, less = fit(others, alone[~mine]), batched_us(others, alone[~mine])
-        trees = fit_fused.train(
-            with_steps(rows, others, factors(curves, others, alone[~mine], less), alone[~mine]), hardware
-        )
+        trees = fit_fused.train(with_steps(rows, others, factors(curves, others, alone[~mine], less), alone[~mine]), hardware)
         its[(table[mine]["kind"] != "gemm").to_numpy()] = fit_fused.predict(trees, _fused(table[mine]), hardware)
         result[mine] = its * factors(curves, table[mine], its, less)
     return result

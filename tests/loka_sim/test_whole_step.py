@@ -234,7 +234,7 @@ def test_a_specification_without_kernels_has_a_dense_step_alone(answer):
 
 
 def test_measured_steps_lie_within_a_tenth_of_the_predicted():
-    """Steps that ran on an H200; every speedup's sign must be right."""
+    """Steps that ran on an H200, as a CUDA graph where that was timed by itself; every speedup's sign must be right."""
     path = Path(__file__).parents[2] / "benchmarks" / "whole_step.py"
     spec = importlib.util.spec_from_file_location("whole_step_benchmark", path)
     benchmark = importlib.util.module_from_spec(spec)
@@ -243,8 +243,11 @@ def test_measured_steps_lie_within_a_tenth_of_the_predicted():
     steps = [step for step in every if ":" not in step["model"]]  # the zoo's; others would have to be captured
     errors, answers = {}, {}
     for step in steps:
-        found = benchmark.predicted(step["model"], step["batch"], answers)
-        errors[step["model"], step["batch"], step["variant"]] = abs(found[step["variant"]][0] / step["kernels_ms"] - 1)
+        both = benchmark.both(step["model"], step["batch"], answers)
+        found = {name: predicted.kernels_ms for name, predicted in both.items()}
+        alone = step["graph_ms"] and not step["shared"]
+        ratio = both[step["variant"]].graph_ms[0] / step["graph_ms"] if alone else found[step["variant"]][0] / step["kernels_ms"]
+        errors[step["model"], step["batch"], step["variant"]] = abs(ratio - 1)
         base = next((s for s in steps if (s["model"], s["batch"], s["variant"]) == (step["model"], step["batch"], "bf16")), None)
         if base is not None and base is not step:
             measured, predicted = base["kernels_ms"] / step["kernels_ms"], found["bf16"][0] / found[step["variant"]][0]
@@ -324,7 +327,7 @@ def test_uneven_weight_gradients_are_those_of_the_calibration(tmp_path):
     shipped = [other.time.us for other in of_step(answer.spec, H200) if other.kind == "uneven"]
     # What is left of the times of two calls holds their roundings, float32's, which hang on a row's company without AVX-512.
     assert of_bf16 == of_fp8 == pytest.approx([expected], rel=1e-5) and expected > 1
-    assert shipped and abs(expected / shipped[0] - 1) > 0.05
+    assert shipped and abs(expected / shipped[0] - 1) > 0.01  # that the calibration is seen
 
 
 @pytest.mark.parametrize(("low", "high", "warned"), [(0.98, 1.09, 1), (0.9, 0.99, 1), (1.01, 1.09, 0), (1.0, 1.0, 0)])
@@ -335,9 +338,9 @@ def test_a_gain_that_may_be_a_loss_of_the_whole_step_is_named(answer, low, high,
 
 
 def test_sums_of_parts_stand_behind_kernels_that_sum_both_ways():
-    """wukong at drawn sizes, 6,144 x 1,920: two sums of 384 parts, 8.4 us each in a step on an H200."""
+    """wukong at drawn sizes, 6,144 x 1,920: two sums of 384 parts, 8.4 to 10.8 us each in its steps on an H200."""
     size = 6144 * 1920
     both = Fused(BACKWARD, "both", "mul sum", Dim(0, 1), Dim(1920), Dim(4 * size), Dim(2 * size + 2 * 2 * 1920), Dim(0), count=3)
     found = others([both], 6144, fused.load())
     assert [(other.kind, other.count, other.moved_bytes) for other in found[1:]] == [("partials", 6, 4 * 1920 * (384 + 1))]
-    assert found[1].time.us / 6 == pytest.approx(8.4, rel=0.25) and launched([both], 6144) == 3 + 6
+    assert found[1].time.us / 6 == pytest.approx(9.6, rel=0.2) and launched([both], 6144) == 3 + 6

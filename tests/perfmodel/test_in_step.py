@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from perfmodel import fit_in_step, fused, hardware, in_step
+from perfmodel import fit_fused, fit_in_step, fused, hardware, in_step
 from perfmodel.data_folder import data_folder
 
 SHIPPED = in_step.load()
@@ -96,7 +96,7 @@ def test_counted_products_take_less_by_what_is_no_kernel():
 
 def test_families_tell_quantization_from_the_rest():
     assert in_step.family("pointwise", "add cast mul", 64, 0) == "quantize_pointwise"
-    assert in_step.family("row", "abs amax relu", 64, 0) == "quantize_reduction"
+    assert in_step.family("row", "abs amax cast relu", 64, 0) == "quantize_reduction"
     assert in_step.family("row", "amax exp sub sum", 64, 0) == "reduction"  # a softmax
     assert in_step.family("external", "index_add", 64, 0) == "pointwise"
     assert in_step.family("row", "abs amax cast rescale_rounded*2", 64, 0) == "rescale"  # whose bytes are the least of it
@@ -116,9 +116,10 @@ def test_small_kernels_find_what_they_read_in_the_cache():
 
 
 def test_steps_of_models_left_out_are_nearer_with_the_curves_than_without():
-    alone = fit_in_step.alone_us(TABLE)
+    h200, rows = hardware.load("h200"), fit_fused.read_rows(data_folder() / "h200")
+    alone = fit_in_step.alone_us(TABLE, fit_fused.train(rows, h200), h200)
     apart = {}
-    for name, times in (("alone", alone), ("in a step", fit_in_step.held_out(TABLE, alone))):
+    for name, times in (("alone", alone), ("in a step", fit_in_step.held_out(TABLE, alone, rows, h200))):
         sums = TABLE.assign(measured=TABLE["us"] * TABLE["launches"], predicted=times * TABLE["launches"])
         totals = sums.groupby(fit_in_step.STEP)[["measured", "predicted"]].sum()
         apart[name] = np.abs(np.log(totals["measured"] / totals["predicted"])).mean()
@@ -173,10 +174,12 @@ def test_timed_weight_gradients_are_nearer_with_what_was_found():
 
 def test_kernels_of_steps_teach_the_trees_by_what_they_would_take_alone():
     table = kernels(40).assign(us=3.0, reduced=1, uneven=False, instructions=2)
-    table.loc[table.index[:4], ["kind", "label"]] = "pointwise", "mul rescale"
+    table.loc[table.index[:4], ["kind", "label"]] = "row", "mul rescale"
     rows = pd.DataFrame({name: [] for name in (*fused.COLUMNS, "p50_us", "weight")})
-    found = fit_in_step.with_steps(rows, table, np.full(len(table), 1.5))
-    taught = (table["kind"] == "pointwise") & (table["label"] == "add")
+    alone = np.full(len(table), 1.9)
+    alone[10:20] = 0.9  # these take more than twice as long as was predicted, and are others
+    found = fit_in_step.with_steps(rows, table, np.full(len(table), 1.5), alone)
+    taught = (table["kind"] == "pointwise") & (table["label"] == "add") & (alone > 1)
     assert len(found) == taught.sum() and found["p50_us"].tolist() == [2.0] * taught.sum()
     assert found["weight"].to_numpy(dtype=float) == pytest.approx(fit_in_step.STEP_WEIGHT * 3.0)
 
