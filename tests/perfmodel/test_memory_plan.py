@@ -232,7 +232,7 @@ def test_sums_of_both_ways_leave_as_many_parts_as_torch_compile_says(rows, colum
 
 
 def test_rows_of_a_part_are_torch_compiles():
-    inductor = pytest.importorskip("torch._inductor.utils")
+    inductor = pytest.importorskip("torch._inductor.runtime.runtime_utils")
     rows = [4096, 10_000, 33_791, 33_792, 67_583, 67_584, 131_072, 135_168, 1_000_000]
     each = [min(max(inductor.last_power_of_2(count // (132 * 8)), 16), 128) for count in rows]
     assert partial_sums(rows, [64] * 9, [128] * 9)[0].tolist() == [-(-count // of) for count, of in zip(rows, each, strict=True)]
