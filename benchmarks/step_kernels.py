@@ -3,7 +3,7 @@
     python benchmarks/step_kernels.py profiles/*.json --out data/h200/step_kernels.parquet
 
 Takes what `benchmarks/step_profile.py` wrote. A fused kernel is the predicted one over the same elements whose bytes are
-closest, if they are within a quarter, and that multiplies scales behind a GEMM if it does; second stages of sums over rows are
+closest, if they are within a quarter, that multiplies scales behind a GEMM if it does, and rotates if it does; second stages of sums over rows are
 added to their first. GEMMs go with those of the specification that they are least apart from (`paired_gemms`). What finds no
 partner is left out; the share of the time that did is printed.
 
@@ -48,9 +48,10 @@ STAGE = 1024  # elements that the second stage of a sum adds up at most
 TABLE = "gradient of a table"
 # Names of torch's own kernels: sums of FP32 that lie side by side, and what copies to rows that do not lie densely.
 CALLED = {"partials": "reduce_kernel<128, 4", "copy": "elementwise_kernel<128, 4"}
+ROTATIONS = {"sin", "cos"}  # operators that take longer than most kernels' bytes
 STEP = ("model", "batch", "variant")
 COUNTS = ("step_launches", "step_batched")
-MEASURED = ("kind", "table", "kept", "reduced", "bytes", "written", "rescales", "us", "left")
+MEASURED = ("kind", "table", "kept", "reduced", "bytes", "written", "rescales", "rotates", "us", "left")
 PAIRED = (*COLUMNS, "label", "us", "launches", "staged")
 
 
@@ -76,7 +77,8 @@ def measured_kernels(profile: dict[str, Any]) -> pd.DataFrame:
         found.append(
             {
                 "kind": kind, "table": table and kind != "scatter", "kept": kept, "reduced": reduced, "bytes": read + written,
-                "written": written, "rescales": _rescales(row["operators"]), "us": row["median_us"], "left": row["launches"],
+                "written": written, "rescales": _rescales(row["operators"]), "rotates": bool(operators & ROTATIONS), "us": row["median_us"],
+                "left": row["launches"],
             }
         )  # fmt: skip
     return pd.DataFrame(found, columns=list(MEASURED)).sort_values("us", ascending=False, ignore_index=True)
@@ -113,8 +115,7 @@ def predicted_kernels(answer: WhatIf, variant: str) -> tuple[list[Fused], list[t
             order.insert(order.index((name, "grad_weight")) if (name, "grad_weight") in order else len(order), (name, missing))
     gemms = [(which, Row(by_name[name][1][which], *by_name[name][0].shape.gemm(which))) for name, which in order]
     fused = fused_with_fp8(step, assigned) if assigned else list(answer.spec.fused)
-    beside = table_gradient(answer.spec.tables, TABLE_ROWS)
-    return [*with_partial_sums(fused, answer.spec.batch), *beside], gemms
+    return [*fused, *table_gradient(answer.spec.tables, TABLE_ROWS)], gemms
 
 
 def paired_fused(measured: pd.DataFrame, kernels: Sequence[Fused], batch: int) -> list[dict[str, Any]]:
@@ -122,7 +123,8 @@ def paired_fused(measured: pd.DataFrame, kernels: Sequence[Fused], batch: int) -
     known = pd.DataFrame(
         [
             {**described(kernel, batch), "left": float(kernel.count), "table": kernel.label == TABLE,
-             "rescales": family(kernel.kind, kernel.label, 1, 0) == "rescale", "label": kernel.label}
+             "rescales": family(kernel.kind, kernel.label, 1, 0) == "rescale",
+             "rotates": bool(ROTATIONS & set(kernel.label.split())), "label": kernel.label}
             for kernel in kernels
         ]
     )  # fmt: skip
@@ -166,9 +168,8 @@ def _alike(known: pd.DataFrame, row: Any) -> pd.Series:
         return (known["kind"] == row.kind) & (known["table"] == row.table) & (abs(known["kept"] / row.kept - 1) < 0.02)
     space = known["kept"] * known["reduced"] / (row.kept * row.reduced)
     ordinary = ~known["table"] & ~known["kind"].isin(["fill", "scatter", "gather", "external", "partials", "copy"])
-    return (
-        ordinary & (abs(space - 1) < 0.02) & ((known["reduced"] > 1) == (row.reduced > 1)) & (known["rescales"] == row.rescales)
-    )
+    alike = ordinary & (abs(space - 1) < 0.02) & ((known["reduced"] > 1) == (row.reduced > 1))
+    return alike & (known["rescales"] == row.rescales) & (known["rotates"] == row.rotates)
 
 
 def _add_stage(found: Iterable[dict[str, Any]], row: Any, left: float) -> None:
@@ -257,9 +258,10 @@ def recounted(table: pd.DataFrame) -> pd.DataFrame:
 def table_of(profile: dict[str, Any], answer: WhatIf) -> pd.DataFrame:
     """Every kernel of one step that found its partner."""
     kernels, gemms = predicted_kernels(answer, profile["variant"])
-    pairs = paired_fused(measured_kernels(profile), kernels, profile["batch"])
+    every = with_partial_sums(kernels, profile["batch"])
+    pairs = paired_fused(measured_kernels(profile), every, profile["batch"])
     for kind in CALLED:
-        pairs += paired_called(kind, profile, kernels, profile["batch"])
+        pairs += paired_called(kind, profile, every, profile["batch"])
     fused = pd.DataFrame(pairs, columns=list(PAIRED)).drop(columns="staged")
     # Adds that meet in small tables take longer, which `whole_step.conflicts` has.
     adds = fused["kind"] == "scatter"

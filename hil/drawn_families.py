@@ -14,12 +14,11 @@ from torch import Tensor
 
 from hil import fused_families as some
 from hil import quantized_families as quantized
-from hil.fused_families import Case, _random, uniform
+from hil.fused_families import Case, _random, sums_both_ways, uniform
 
 DRAWN = "_drawn"
 WIDTHS = (32, 48, 64, 80, 96, 128, 160, 192)
 LEAST, MOST = 2.0**20, 2.0**25.6  # elements of a matrix or cube
-SPLIT = 5 * 2**20  # elements from which torch.compile sums both ways at once
 
 
 def drawn_cubes(number: int = 20, seed: int = 1) -> tuple[tuple[int, int, int], ...]:
@@ -45,8 +44,7 @@ def drawn_matrices(number: int = 20, seed: int = 1, both: bool = False) -> tuple
     while len(found) < number:
         columns = 8 * round(2 ** source.uniform(1.6, 9.0))
         rows = 8 * round(2 ** source.uniform(6, 16))
-        large = rows * columns >= SPLIT and rows >= max(4096, 2 * columns)
-        if LEAST / 4 <= (elements := rows * columns) <= MOST and (large or not both):
+        if LEAST / 4 <= (elements := rows * columns) <= MOST and (sums_both_ways(rows, columns) or not both):
             found.setdefault(elements, (rows, columns))
     return tuple(found.values())
 

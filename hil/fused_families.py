@@ -30,6 +30,11 @@ Computation = Callable[..., Any]
 Case = tuple[Computation, tuple[Any, ...]]
 
 
+def sums_both_ways(rows: int, columns: int) -> bool:
+    """Whether torch.compile sums over rows and columns in one kernel."""
+    return rows * columns >= 5 * 2**20 and rows >= max(4096, 2 * columns)
+
+
 def _random(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*size, dtype=dtype, device="cuda")
 

@@ -16,7 +16,7 @@ from hil import drawn_families
 from hil.command import Parser
 from hil.drawn_families import DRAWN
 from hil.files import write_atomic
-from hil.fused_families import CALLED, CUBES, LARGE_CUBES, MATRICES
+from hil.fused_families import CALLED, CUBES, LARGE_CUBES, MATRICES, sums_both_ways
 from hil.quantized_families import SIZES
 from perfmodel.fused import instructions_of
 from perfmodel.in_step import SECTOR_BYTES
@@ -62,7 +62,7 @@ def _entry(
     if family.startswith(("tensorwise_", "rowwise_")):
         return _quantized_entry(family, kept, reduced, entry, tiled)
     if family == "norm_backward" and (kept, reduced) in sizes:
-        return {**entry, "kind": "both" if _both(kept, reduced) and written_bytes > kept * reduced else "row"}
+        return {**entry, "kind": "both" if sums_both_ways(kept, reduced) and written_bytes > kept * reduced else "row"}
     if family == "norm_backward_copied" and (kept, reduced) in sizes:  # with the turned copy, or without
         return {**entry, "kind": "both", "unordered_bytes": kept * reduced if written_bytes >= 3 * kept * reduced else 0}
     if family == "norm_backward_copied" and tiled:
@@ -114,7 +114,7 @@ def _turned_entry(family: str, kept: int, reduced: int, entry: dict[str, Any]) -
     if (kept, reduced) != cube:
         return None
     if family == "turned_sums_norm_backward":  # whose sums along memory read one FP32 tensor, written before
-        return {**entry, "kind": "both" if _both(*cube) else "row"}
+        return {**entry, "kind": "both" if sums_both_ways(*cube) else "row"}
     return {**entry, "kind": "row", "uneven": True}
 
 
@@ -129,11 +129,6 @@ def _quantized_entry(family: str, kept: int, reduced: int, entry: dict[str, Any]
     if "t" not in readings or not tiled:
         return entry
     return {**entry, "unordered_bytes": kept if readings == "rt" else entry["read_bytes"]}
-
-
-def _both(kept: int, reduced: int) -> bool:
-    """Whether torch.compile sums both ways in one kernel."""
-    return kept * reduced >= 5 * 2**20 and kept >= max(4096, 2 * reduced)
 
 
 def main(arguments: list[str] | None = None) -> int:

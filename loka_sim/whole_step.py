@@ -19,6 +19,7 @@ from loka_sim.dispatch.candidates import BF16, Row
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.steps import RECIPE, RUN_AS, RUNTIME, as_run
 from loka_sim.fusion import BOTH
+from loka_sim.loops import ADDED
 from loka_sim.modelspec import PASSES, Dim, Fused, ModelSpec, Table
 from loka_sim.quantized_loops import FP64, RESCALE, ROUNDED
 from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE, Piece
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from perfmodel.in_step import InStep
     from perfmodel.model import PerfModel
 
-GAP, UNEVEN = "gap", "uneven"
+GAP, UNEVEN, PARTIALS = "gap", "uneven", "partials"
 # torch's own kernel that adds at indices, behind one that copies what it adds to: microseconds a million values
 # (the interaction of two InterFormers, 0.3 to 4.1 million values: 4.3 to 36 us).
 INDEX_ADD, ADD_US = "index_add", 8.2
@@ -159,7 +160,7 @@ def with_partial_sums(kernels: Iterable[Fused], batch: int) -> list[Fused]:
                 Dim(int(size)) for size in (columns, parts, 4 * parts * columns, 4 * columns, 0)
             )
             count = kernel.count * int(number)
-            found.append(Fused(kernel.phase, "partials", "sum", kept, reduced, read, written, unordered, count=count))
+            found.append(Fused(kernel.phase, PARTIALS, "sum", kept, reduced, read, written, unordered, count=count))
     return found
 
 
@@ -313,14 +314,19 @@ def gemms_in_step(times: Mapping[Row, Time], hardware: HardwareSpec) -> tuple[di
 
 
 def launched(kernels: Iterable[Fused], batch: int) -> int:
-    """GPU kernels that fused ones are: cut reductions are several, and what adds at indices copies first what it adds to."""
+    """GPU kernels that fused ones are.
+
+    Cut reductions are several, what adds at indices copies first what it adds to, a sum of parts is cast behind it, and what a
+    product reads of its bias is none.
+    """
     every = with_partial_sums(kernels, batch)
     sizes = [described(kernel, batch) for kernel in every]
     return int(_launches(every, {name: [size[name] for size in sizes] for name in sizes[0]}).sum()) if every else 0
 
 
 def _launches(kernels: Sequence[Fused], rows: Mapping[str, Sequence[Any]]) -> np.ndarray:
-    counts = np.array([kernel.count * (1 + (kernel.label == INDEX_ADD)) for kernel in kernels], dtype=np.int64)
+    each = [0 if kernel.label == ADDED else 1 + (kernel.label == INDEX_ADD or kernel.kind == PARTIALS) for kernel in kernels]
+    counts = np.array([kernel.count for kernel in kernels], dtype=np.int64) * each
     return counts * stages(*(rows[name] for name in ("kind", "kept", "reduced", "written_bytes")))
 
 

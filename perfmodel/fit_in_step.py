@@ -79,11 +79,10 @@ def _fused(table: pd.DataFrame) -> pd.DataFrame:
 
 def with_steps(rows: pd.DataFrame, table: pd.DataFrame, factor: Array, alone: Array) -> pd.DataFrame:
     """Rows to fit trees to, and fused kernels of steps as they would take alone, by the curves of their families."""
-    us = table["us"].to_numpy(dtype=float) / factor
-    # What takes that much longer is hardly the kernel that was predicted, but one of as many bytes that computes more.
-    families = families_of(table)
+    us, families = table["us"].to_numpy(dtype=float) / factor, families_of(table)
     # Of those that multiply scales, only what does little else is told from others by its bytes.
     known = np.isin(families, FUSED) | ((families == "rescale") & (table["kind"] == "pointwise").to_numpy())
+    # What takes that much longer is hardly the kernel that was predicted, but one of as many bytes that computes more.
     mine = known & (us < MOST_LONGER * alone)
     kernels = _fused(table[mine])
     share = (kernels["us"] * kernels["launches"] / kernels["step_us"]).to_numpy(dtype=float)
@@ -320,16 +319,17 @@ def main() -> int:
     gap_us, batched_gap_us = gaps_us(table)
     layouts = pd.read_parquet(folder / "step_layouts.parquet")
     lies, power = across(layouts, longer_us(layouts, options.hardware))
+    curves, less = fit(table, alone), batched_us(table, alone)
     document = {
         "schema_version": SCHEMA_VERSION,
         "hardware": options.hardware,
         "command": f"python -m perfmodel.fit_in_step --hardware {options.hardware}",
         "kernels": len(table),
         "steps": int(table.groupby(STEP).ngroups),
-        "curves": (curves := fit(table, alone)),
+        "curves": curves,
         "gap_us": gap_us,
         "batched_gap_us": batched_gap_us,
-        "batched_less_us": round((less := batched_us(table, alone)) - CLEARED_US, 3),
+        "batched_less_us": round(less - CLEARED_US, 3),
         "across": lies,
         "across_power": power,
         "off": calibrated(table, predicted, off_together(table, predicted)),

@@ -1,9 +1,10 @@
 """From an aten graph to the buffers that a compiler materializes: which results are written, and what each reads.
 
 Follows the rules of torch.compile's lowering: a pointwise result is computed inside whatever uses it, and written only
-for a GEMM or another library call, as an output of the graph, or where several uses would each repeat more than
-`MOST_READS` reads or `MOST_OPERATIONS` operations; reductions, scatters and concatenations of many parts are written. Views
-cost nothing and narrow what is read.
+for a GEMM or another library call, as an output of the graph, where several uses would each repeat more than
+`MOST_READS` reads or `MOST_OPERATIONS` operations, or where it has gathered more than `MOST_READS_AT_ALL` or
+`MOST_OPERATIONS_AT_ALL`; reductions, scatters and concatenations of many parts are written. Views cost nothing and narrow what
+is read.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from loka_sim.loops import ACROSS, ADDED, Access, Lowered, Reads, Scheduled
 # torch._inductor.config, alike in torch 2.11 and 2.13: realize_reads_threshold, realize_opcount_threshold,
 # realize_acc_reads_threshold, and the inputs up to which a concatenation is computed where it is used.
 MOST_READS, MOST_OPERATIONS, MOST_READS_AT_ALL, MOST_JOINED = 4, 30, 8, 8
+MOST_OPERATIONS_AT_ALL = 32  # realize_opcount_threshold, in operations of the graph: rotations of 32 ran inlined, of 33 did not
 SECTOR_BYTES = 32  # what a GPU fetches at least
 # torch._inductor.config.padding_stride_threshold, and padding_alignment_bytes: longer rows begin at a multiple.
 PADDED_FROM, PADDED_TO_BYTES = 1024, 128
@@ -244,7 +246,11 @@ class Lowering:
         root.gathers |= name in GATHERS
         self._views[node] = view = _View(root, "", root.numel, True)
         self._used_often(node, view)
-        if len(root.reads) > MOST_READS_AT_ALL:
+        self._gathered_much(view)
+
+    def _gathered_much(self, view: _View) -> None:
+        """Write what even one use would have to compute from too much."""
+        if len(view.root.reads) > MOST_READS_AT_ALL or view.root.operations > MOST_OPERATIONS_AT_ALL:
             self._realize(view)
 
     def _used_often(self, node: fx.Node, view: _View) -> None:
@@ -368,6 +374,7 @@ class Lowering:
                     _inline(root, view.root)
             self._views[node] = view = _View(root, "", root.numel, True)
             self._used_often(node, view)
+            self._gathered_much(view)
             return
         made = []
         for view, turned in parts:

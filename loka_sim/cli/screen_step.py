@@ -11,7 +11,7 @@ _LABELS = {"bf16": "bf16", "decision": "loka-sim's decision", "table": "the tabl
 _WORDS = {
     "all_to_all": "all-to-all", "all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather",
     "gemm": "GEMM", "batched_gemm": "batched GEMM", "row": "reduction of rows", "column": "reduction of columns",
-    "both": "reduction both ways",
+    "both": "reduction both ways", "partials": "sums of parts", "copy": "copies of biases",
 }  # fmt: skip
 _MOST_CALLS = 10
 
