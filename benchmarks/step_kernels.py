@@ -2,9 +2,10 @@
 
     python benchmarks/step_kernels.py profiles/*.json --out data/h200/step_kernels.parquet
 
-Takes what `benchmarks/step_profile.py` wrote. A fused kernel is the predicted one over the same elements whose bytes are
-closest, if they are within a quarter, that multiplies scales behind a GEMM if it does, and rotates if it does; second stages of sums over rows are
-added to their first. GEMMs go with those of the specification that they are least apart from (`paired_gemms`). What finds no
+Takes what `benchmarks/step_profile.py` wrote, of one step the last. A fused kernel is the predicted one over the same elements
+whose bytes are closest, if they are within a quarter, that multiplies scales behind a GEMM, rotates and puts parts together if
+it does; second stages of sums over rows are added to their first. GEMMs go with those of the specification that they are least
+apart from (`paired_gemms`). What finds no
 partner is left out; the share of the time that did is printed.
 
     python benchmarks/step_kernels.py --recount --out data/h200/step_kernels.parquet
@@ -49,9 +50,11 @@ TABLE = "gradient of a table"
 # Names of torch's own kernels: sums of FP32 that lie side by side, and what copies to rows that do not lie densely.
 CALLED = {"partials": "reduce_kernel<128, 4", "copy": "elementwise_kernel<128, 4"}
 ROTATIONS = {"sin", "cos"}  # operators that take longer than most kernels' bytes
+# Operators that read by place: torch.compile's account has as many bytes for each part as for the whole, or as for one.
+PLACED = {"cat", "slice_scatter"}
 STEP = ("model", "batch", "variant")
 COUNTS = ("step_launches", "step_batched")
-MEASURED = ("kind", "table", "kept", "reduced", "bytes", "written", "rescales", "rotates", "us", "left")
+MEASURED = ("kind", "table", "kept", "reduced", "bytes", "written", "rescales", "rotates", "placed", "us", "left")
 PAIRED = (*COLUMNS, "label", "us", "launches", "staged")
 
 
@@ -77,8 +80,8 @@ def measured_kernels(profile: dict[str, Any]) -> pd.DataFrame:
         found.append(
             {
                 "kind": kind, "table": table and kind != "scatter", "kept": kept, "reduced": reduced, "bytes": read + written,
-                "written": written, "rescales": _rescales(row["operators"]), "rotates": bool(operators & ROTATIONS), "us": row["median_us"],
-                "left": row["launches"],
+                "written": written, "rescales": _rescales(row["operators"]), "rotates": bool(operators & ROTATIONS),
+                "placed": kind == "pointwise" and bool(operators & PLACED), "us": row["median_us"], "left": row["launches"],
             }
         )  # fmt: skip
     return pd.DataFrame(found, columns=list(MEASURED)).sort_values("us", ascending=False, ignore_index=True)
@@ -120,20 +123,14 @@ def predicted_kernels(answer: WhatIf, variant: str) -> tuple[list[Fused], list[t
 
 def paired_fused(measured: pd.DataFrame, kernels: Sequence[Fused], batch: int) -> list[dict[str, Any]]:
     """Predicted kernels that were found, with their time and the number of their launches."""
-    known = pd.DataFrame(
-        [
-            {**described(kernel, batch), "left": float(kernel.count), "table": kernel.label == TABLE,
-             "rescales": family(kernel.kind, kernel.label, 1, 0) == "rescale",
-             "rotates": bool(ROTATIONS & set(kernel.label.split())), "label": kernel.label}
-            for kernel in kernels
-        ]
-    )  # fmt: skip
+    known = pd.DataFrame([_known(kernel, batch) for kernel in kernels])
     found: list[dict[str, Any]] = []
     for row in measured.itertuples():
         left = float(row.left)
         while left > 0:
             candidates = known[(known["left"] > 0) & _alike(known, row)]
-            apart = np.abs(np.log((candidates["read_bytes"] + candidates["written_bytes"] + 1) / (row.bytes + 1)))
+            bytes_of = candidates["written_bytes"] + (0 if row.placed else candidates["read_bytes"])
+            apart = np.abs(np.log((bytes_of + 1) / ((row.written if row.placed else row.bytes) + 1)))
             if not len(apart) or (apart.min() > CLOSE and row.kind not in ("scatter", "gather")):
                 break
             best = apart.idxmin()
@@ -144,6 +141,15 @@ def paired_fused(measured: pd.DataFrame, kernels: Sequence[Fused], batch: int) -
         if left > 0 and row.kind == "row" and row.reduced <= STAGE:
             _add_stage(found, row, left)
     return found
+
+
+def _known(kernel: Fused, batch: int) -> dict[str, Any]:
+    operators = set(kernel.label.split())
+    return {
+        **described(kernel, batch), "left": float(kernel.count), "table": kernel.label == TABLE, "label": kernel.label,
+        "rescales": family(kernel.kind, kernel.label, 1, 0) == "rescale", "rotates": bool(operators & ROTATIONS),
+        "placed": kernel.kind == "pointwise" and bool(operators & PLACED),
+    }  # fmt: skip
 
 
 def paired_called(kind: str, profile: dict[str, Any], kernels: Sequence[Fused], batch: int) -> list[dict[str, Any]]:
@@ -169,7 +175,7 @@ def _alike(known: pd.DataFrame, row: Any) -> pd.Series:
     space = known["kept"] * known["reduced"] / (row.kept * row.reduced)
     ordinary = ~known["table"] & ~known["kind"].isin(["fill", "scatter", "gather", "external", "partials", "copy"])
     alike = ordinary & (abs(space - 1) < 0.02) & ((known["reduced"] > 1) == (row.reduced > 1))
-    return alike & (known["rescales"] == row.rescales) & (known["rotates"] == row.rotates)
+    return alike.where(known[["rescales", "rotates", "placed"]].eq([row.rescales, row.rotates, row.placed]).all(axis=1), False)
 
 
 def _add_stage(found: Iterable[dict[str, Any]], row: Any, left: float) -> None:
@@ -300,9 +306,8 @@ def main() -> int:
     tables: list[pd.DataFrame] = []
     answers: dict[tuple[str, int], WhatIf] = {}
     run: dict[str, Any] = {"shared": options.shared, "machine": None, "steps": []}
-    for path in options.profiles:
-        profile = json.loads(path.read_text())
-        step = [profile[name] for name in STEP]
+    profiles = (json.loads(path.read_text()) for path in options.profiles)
+    for step, profile in {tuple(profile[name] for name in STEP): profile for profile in profiles}.items():
         key = (step[0], step[1])
         if key not in answers:
             answers[key] = whatif(step[0], batch=step[1])

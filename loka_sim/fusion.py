@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from loka_sim.loops import ACROSS, Lowered, Scheduled
+from loka_sim.loops import ACROSS, FETCHED, Lowered, Scheduled
 
 MOST_FUSED = 64  # torch._inductor.config.max_fusion_size
 # torch._inductor.scheduler.MixOrderReduction, torch 2.11 and 2.13.
@@ -279,9 +279,9 @@ def _measured(lowered: Lowered, loops: list[Scheduled], number: int, users: dict
     for loop in loops:
         for (buffer, part), access in loop.reads.items():
             if buffer not in made:
-                sizes, size = parts.setdefault(buffer, {}), access.read_bytes
-                if size > sizes.get(part, -1):
-                    sizes[part] = size
+                sizes, size, fetched = parts.setdefault(buffer, {}), access.read_bytes, part.rpartition(FETCHED)[0] or part
+                if size > sizes.get(fetched, -1):
+                    sizes[fetched] = size
                 if access.turned == ACROSS and not (follows and loop.turns):
                     unordered.add(buffer)
     # Parts of a buffer may overlap: together they are no more than all of it.

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 TURNED, ACROSS = 1, 2
 ADDED = "added"
 """Stands for a product's reading of the bias that was copied to each of its rows."""
+FETCHED = "~"
+"""In a part's name behind what is fetched with it: slices of a tensor with one step lie in the same sectors."""
 
 
 @dataclass(frozen=True)

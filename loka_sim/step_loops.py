@@ -1,8 +1,9 @@
 """A step's loops, forward and backward together: whose GEMM each is, and how a specification's file holds them.
 
 A loop is one line of a file: phase, kind, elements kept, elements reduced and flags; operators; what it reads
-(`buffer/part:bytes:flags`; w: every element its own, t: in another order than it lies, a: across memory); what it writes; of a
-GEMM also its site, pass and operands. Sizes are affine in the batch, as dimensions are.
+(`buffer/part:bytes:flags`; w: every element its own, t: in another order than it lies, a: across memory), a part that is fetched
+with others as `fetched~part`; what it writes; of a GEMM also its site, pass and operands. Sizes are affine in the batch, as
+dimensions are.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from loka_sim.errors import UserError
-from loka_sim.loops import ACROSS, TURNED, Access, Lowered, Reads, Scheduled
+from loka_sim.loops import ACROSS, FETCHED, TURNED, Access, Lowered, Reads, Scheduled
 from loka_sim.modelspec import PASSES, Dim, Site
 
 OPERANDS = {"output": ("x", "w"), "grad_input": ("g", "w"), "grad_weight": ("g", "x")}
@@ -132,7 +133,9 @@ def written(loops: Sequence[Lowered], batches: Sequence[int]) -> tuple[str, ...]
     def key(buffer: int, part: str) -> str:
         if not part:
             return str(buffer)
-        return f"{buffer}/{parts.setdefault((buffer, part), str(len(parts)))}"
+        fetched, _, _ = part.rpartition(FETCHED)
+        names = [parts.setdefault((buffer, name), str(len(parts))) for name in ([fetched, part] if fetched else [part])]
+        return f"{buffer}/{FETCHED.join(names)}"
 
     lines = []
     for first, second in zip(one.scheduled, two.scheduled, strict=True):

@@ -2,9 +2,8 @@
 
 Follows the rules of torch.compile's lowering: a pointwise result is computed inside whatever uses it, and written only
 for a GEMM or another library call, as an output of the graph, where several uses would each repeat more than
-`MOST_READS` reads or `MOST_OPERATIONS` operations, or where it has gathered more than `MOST_READS_AT_ALL` or
-`MOST_OPERATIONS_AT_ALL`; reductions, scatters and concatenations of many parts are written. Views cost nothing and narrow what
-is read.
+`MOST_READS` reads, or where it has gathered more than `MOST_READS_AT_ALL` reads or `MOST_OPERATIONS` operations; reductions,
+scatters and concatenations of many parts are written. Views cost nothing and narrow what is read.
 """
 
 from __future__ import annotations
@@ -12,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
 from loka_sim.capture.operators import (
     BAGS,
+    CONSTANT,
     EXTERNAL,
     FILLS,
     GATHERS,
@@ -30,20 +30,23 @@ from loka_sim.capture.operators import (
     along_memory,
     distinct,
     how_turned,
+    operations,
     operator_name,
     repeated_within,
     trailing,
     value_of,
 )  # fmt: skip
-from loka_sim.loops import ACROSS, ADDED, Access, Lowered, Reads, Scheduled
+from loka_sim.loops import ACROSS, ADDED, FETCHED, Access, Lowered, Reads, Scheduled
 
 # torch._inductor.config, alike in torch 2.11 and 2.13: realize_reads_threshold, realize_opcount_threshold,
 # realize_acc_reads_threshold, and the inputs up to which a concatenation is computed where it is used.
 MOST_READS, MOST_OPERATIONS, MOST_READS_AT_ALL, MOST_JOINED = 4, 30, 8, 8
-MOST_OPERATIONS_AT_ALL = 32  # realize_opcount_threshold, in operations of the graph: rotations of 32 ran inlined, of 33 did not
 SECTOR_BYTES = 32  # what a GPU fetches at least
 # torch._inductor.config.padding_stride_threshold, and padding_alignment_bytes: longer rows begin at a multiple.
 PADDED_FROM, PADDED_TO_BYTES = 1024, 128
+
+Computed: TypeAlias = "tuple[str, Any]"
+"""One operation of an element, as torch.compile tells them apart: of a part, or everywhere."""
 
 
 @dataclass
@@ -55,7 +58,7 @@ class _Root:
     label: str
     reads: Reads = field(default_factory=dict)
     operators: frozenset[str] = frozenset()
-    operations: int = 0
+    computed: frozenset[Computed] = frozenset()
     gathers: bool = False
     buffer: int | None = None
 
@@ -133,8 +136,9 @@ class Lowering:
         found = {}
         for (buffer, part), access in root.reads.items():
             size = math.ceil(access.read_bytes * share)
-            if share < 1 and access.turned == ACROSS:  # a part along what lies closest: every sector, for few of its elements
-                size = min(access.read_bytes, size * SECTOR_BYTES // root.itemsize)
+            if share < 1:  # a part along what lies closest: every sector, for few of its elements
+                many = SECTOR_BYTES // root.itemsize if access.turned == ACROSS else view.spread
+                size = min(access.read_bytes, size * many)
             order = 0 if access.turned == turned else max(access.turned, turned)
             found[buffer, part or (view.part if share < 1 else "")] = Access(size, access.whole and view.whole, order)
         return found
@@ -226,13 +230,17 @@ class Lowering:
         part = node.name if numel < source.numel else source.part
         step = min((step for size, step in zip(value.shape, value.stride(), strict=True) if size > 1 and step), default=1)
         spread = max(source.spread, min(step, SECTOR_BYTES // value.element_size()), 1)
+        if numel < source.numel and spread > source.spread:
+            part = f"{node.args[0]}.{spread}{FETCHED}{part}"
         self._views[node] = view = _View(source.root, part, numel, source.whole and whole, spread)
         self._used_often(node, view)
 
     def _pointwise(self, node: fx.Node, name: str, value: torch.Tensor) -> None:
         root = self._root(value, name)
-        root.operations, root.operators = 1, frozenset({name})
+        root.operators, root.computed = frozenset({name}), operations(node, name)
         source = node.args[GATHERS[name]] if name in GATHERS else None
+        # What is written to other places is read from other ones than a loop reads that writes it elsewhere.
+        placed, put = "@" + ":".join(map(str, node.args[2:])), self._all(node.args[1]) if name == "slice_scatter" else []
         for view, turned in self._inputs(node):
             gathered = isinstance(source, fx.Node) and view in self._all(source)
             if gathered:
@@ -240,9 +248,8 @@ class Lowering:
             for key, access in self._reads(view, 0 if gathered else turned).items():
                 if gathered:
                     access = Access(root.numel * view.root.itemsize, False)
-                _add(root.reads, key, access)
-            if view.root.buffer is None:
-                _inline(root, view.root)
+                _add(root.reads, (key[0], key[1] + placed) if view in put else key, access)
+            _inline(root, view)
         root.gathers |= name in GATHERS
         self._views[node] = view = _View(root, "", root.numel, True)
         self._used_often(node, view)
@@ -250,13 +257,12 @@ class Lowering:
 
     def _gathered_much(self, view: _View) -> None:
         """Write what even one use would have to compute from too much."""
-        if len(view.root.reads) > MOST_READS_AT_ALL or view.root.operations > MOST_OPERATIONS_AT_ALL:
+        if len(view.root.reads) > MOST_READS_AT_ALL or len(view.root.computed) > MOST_OPERATIONS:
             self._realize(view)
 
     def _used_often(self, node: fx.Node, view: _View) -> None:
         """Write what several uses would each have to compute from many reads."""
-        root = view.root
-        if len(node.users) > 1 and (len(root.reads) > MOST_READS or root.operations > MOST_OPERATIONS):
+        if len(node.users) > 1 and (len(view.root.reads) > MOST_READS or len(view.root.computed) > MOST_OPERATIONS):
             self._realize(view)
 
     def _reduction(self, node: fx.Node, name: str) -> None:
@@ -366,12 +372,11 @@ class Lowering:
         parts = self._inputs(node)
         root = self._root(value, "cat")
         if len(parts) <= MOST_JOINED:
-            root.operations = 1 + len(parts)
+            root.computed = operations(node, "cat")
             for view, turned in parts:
                 for (buffer, part), access in self._reads(view, turned).items():
                     _add(root.reads, (buffer, part), Access(access.read_bytes, False, access.turned))
-                if view.root.buffer is None:
-                    _inline(root, view.root)
+                _inline(root, view)
             self._views[node] = view = _View(root, "", root.numel, True)
             self._used_often(node, view)
             self._gathered_much(view)
@@ -405,9 +410,14 @@ def _element_by_element(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
-def _inline(root: _Root, inside: _Root) -> None:
-    """Compute a result that is not written inside another one."""
-    root.operations += inside.operations
+def _inline(root: _Root, view: _View) -> None:
+    """Read what is written inside another result; compute there what is not."""
+    inside = view.root
+    if inside.buffer is not None:
+        root.computed |= {(view.part, inside.buffer)}
+        return
+    # A part of a result is computed for itself, all but its constants.
+    root.computed |= {(view.part + part if part != CONSTANT else part, what) for part, what in inside.computed}
     root.operators |= inside.operators
     root.gathers |= inside.gathers
 

@@ -62,6 +62,32 @@ def operator_name(node: fx.Node) -> str:
     return name
 
 
+CONSTANT = "constant"
+
+
+def operations(node: fx.Node, name: str) -> frozenset[tuple[str, Any]]:
+    """What a node itself computes for an element, as torch.compile counts it (`OpCounterCSE`, torch 2.11 and 2.13).
+
+    Each operator is one and each number that it takes, a copy is none; where places decide what is computed (a concatenation,
+    a part written into a whole, padding) each comparison is one.
+    """
+    if name == "clone":
+        return frozenset()
+    places = 1
+    if name == "cat":
+        places = 6 * len(node.all_input_nodes) - 1
+    elif name == "slice_scatter":
+        whole, (dim, start, end, step) = value_of(node).shape, (*node.args[2:], *(0, None, None, 1)[len(node.args) - 2 :])
+        masks = [2] * bool(start) + [2] * (end is not None and end < whole[dim]) + [3] * (step != 1)
+        places = sum(masks) + len(masks) + 2
+    elif name == "constant_pad_nd":
+        places = 4 * sum(map(bool, node.args[1]))
+    found: set[tuple[str, Any]] = {("", (node, place)) for place in range(places)}
+    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
+        found |= {(CONSTANT, value) for value in node.args if isinstance(value, int | float)}
+    return frozenset(found)
+
+
 def how_turned(read: Any, loop: torch.Tensor) -> int:
     """How a tensor's elements lie against those of the tensor that a loop makes from it, see `Access.turned`."""
     if not isinstance(read, torch.Tensor) or read.dim() > loop.dim():
