@@ -125,7 +125,7 @@ def main() -> int:
     parser.add_argument(
         "model", help="zoo model, with +mods behind it for all Mods, or package.module:function, which has a batch of its own"
     )
-    parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--batch", type=int, help="2,048 of a zoo model")
     parser.add_argument("--variant", default="bf16", help="bf16, naive_tensorwise, filter_tensorwise, ... (needs torchao)")
     parser.add_argument("--table", type=Path, help="dispatch table, for `--variant decision` (needs torchao)")
     parser.add_argument("--turns", type=int, default=10)
@@ -136,10 +136,12 @@ def main() -> int:
     options = parser.parse_args()
     torch._dynamo.config.recompile_limit = 512
     asked, modified, _ = options.model.partition(WITH_MODS)
-    model = runnable(asked, options.batch, MODS if modified else ())
+    model = runnable(asked, options.batch or 2048, MODS if modified else ())
     assert model is not None, "a zoo model or a function"
     name = (model.zoo or asked) + modified
     batch = int(model.inputs()[0].shape[0])
+    if not model.zoo and options.batch not in (None, batch):
+        parser.error(f"{asked} has a batch of its own, {batch:,}: leave --batch {options.batch} out, or say {batch}")
     convert = converter(options.variant, options.table)
     started = time.monotonic()
     # torch.compile times a kernel's candidates: beside others' work it takes the wrong ones.

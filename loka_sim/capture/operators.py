@@ -77,14 +77,16 @@ def operations(node: fx.Node, name: str) -> frozenset[tuple[str, Any]]:
     if name == "cat":
         places = 6 * len(node.all_input_nodes) - 1
     elif name == "slice_scatter":
-        whole, (dim, start, end, step) = value_of(node).shape, (*node.args[2:], *(0, None, None, 1)[len(node.args) - 2 :])
-        masks = [2] * bool(start) + [2] * (end is not None and end < whole[dim]) + [3] * (step != 1)
+        arguments: tuple[Any, ...] = (*node.args, *(None, None, 0, None, None, 1)[len(node.args) :])
+        dim, start, end, step = arguments[2:]
+        masks = [2] * bool(start) + [2] * (end is not None and end < value_of(node).shape[dim]) + [3] * (step != 1)
         places = sum(masks) + len(masks) + 2
     elif name == "constant_pad_nd":
-        places = 4 * sum(map(bool, node.args[1]))
+        padding: Any = node.args[1]
+        places = 4 * sum(map(bool, padding))
     found: set[tuple[str, Any]] = {("", (node, place)) for place in range(places)}
     if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
-        found |= {(CONSTANT, value) for value in node.args if isinstance(value, int | float)}
+        found |= {(CONSTANT, (number, value_of(node).dtype)) for number in node.args if isinstance(number, int | float)}
     return frozenset(found)
 
 
@@ -110,6 +112,16 @@ def repeated_within(read: Any, loop: torch.Tensor) -> bool:
     sizes = loop.shape[loop.dim() - read.dim() :]
     inside = slice(own.index(True), len(own) - own[::-1].index(True))
     return any(size > 1 and not mine for size, mine in zip(sizes[inside], own[inside], strict=True))
+
+
+def side_by_side(value: torch.Tensor) -> int:
+    """Elements of a tensor's last dimensions that lie without a gap."""
+    number = 1
+    for size, step in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if size > 1 and step != number:
+            break
+        number *= size
+    return number
 
 
 def trailing(value: torch.Tensor) -> bool:
