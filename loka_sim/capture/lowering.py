@@ -33,7 +33,6 @@ from loka_sim.capture.operators import (
     operations,
     operator_name,
     repeated_within,
-    side_by_side,
     trailing,
     value_of,
 )  # fmt: skip
@@ -62,7 +61,6 @@ class _Root:
     computed: frozenset[Computed] = frozenset()
     gathers: bool = False
     buffer: int | None = None
-    row: int = 1  # elements along its last dimension
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,6 @@ class _View:
     numel: int
     whole: bool
     spread: int = 1  # of the memory that is fetched in pieces of `SECTOR_BYTES`, one part in so many is used
-    rows: int = 1  # of the result that lie side by side in it
 
 
 class Lowering:
@@ -114,7 +111,7 @@ class Lowering:
 
     @staticmethod
     def _root(value: Any, label: str) -> _Root:
-        return _Root(distinct(value), value.element_size(), label, row=value.shape[-1] if value.dim() else 1)
+        return _Root(distinct(value), value.element_size(), label)
 
     def _all(self, node: fx.Node) -> list[_View]:
         found = self._views.get(node, [])
@@ -140,8 +137,8 @@ class Lowering:
         for (buffer, part), access in root.reads.items():
             size = math.ceil(access.read_bytes * share)
             if share < 1:  # a part along what lies closest: every sector, for few of its elements
-                sectors = (SECTOR_BYTES // root.itemsize + view.rows - 1) / view.rows  # rows begin anywhere in one
-                size = min(access.read_bytes, math.ceil(size * (sectors if access.turned == ACROSS else view.spread)))
+                many = SECTOR_BYTES // root.itemsize if access.turned == ACROSS else view.spread
+                size = min(access.read_bytes, size * many)
             order = 0 if access.turned == turned else max(access.turned, turned)
             found[buffer, part or (view.part if share < 1 else "")] = Access(size, access.whole and view.whole, order)
         return found
@@ -235,8 +232,7 @@ class Lowering:
         spread = max(source.spread, min(step, SECTOR_BYTES // value.element_size()), 1)
         if numel < source.numel and spread > source.spread:
             part = f"{node.args[0]}.{spread}{FETCHED}{part}"
-        rows = max(side_by_side(value) // source.root.row, 1)
-        self._views[node] = view = _View(source.root, part, numel, source.whole and whole, spread, rows)
+        self._views[node] = view = _View(source.root, part, numel, source.whole and whole, spread)
         self._used_often(node, view)
 
     def _pointwise(self, node: fx.Node, name: str, value: torch.Tensor) -> None:

@@ -114,16 +114,6 @@ def repeated_within(read: Any, loop: torch.Tensor) -> bool:
     return any(size > 1 and not mine for size, mine in zip(sizes[inside], own[inside], strict=True))
 
 
-def side_by_side(value: torch.Tensor) -> int:
-    """Elements of a tensor's last dimensions that lie without a gap."""
-    number = 1
-    for size, step in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if size > 1 and step != number:
-            break
-        number *= size
-    return number
-
-
 def trailing(value: torch.Tensor) -> bool:
     """Whether only the last dimensions are expanded: one element for a whole row."""
     steps = [step for size, step in zip(value.shape, value.stride(), strict=True) if size > 1]

@@ -119,22 +119,6 @@ def test_slices_of_one_step_are_fetched_once():
     assert forward == [("forward", "pointwise", 2 * B * 64, 2 * B * 32, 0)]
 
 
-def test_rows_of_a_turned_part_share_sectors():
-    class Part(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(16, 32, bias=False), nn.Linear(128, 8, bias=False)
-
-        def forward(self, x):  # (B, 16, 32): of 32 rows of 32 features four, eight apart in memory
-            rows = self.first(x.transpose(1, 2)).transpose(1, 2)
-            return self.second(torch.relu(rows.reshape(-1, 8, 128)[:, 3]))
-
-    (first, last) = [kernel for kernel in found(Part(), torch.randn(B, 16, 32)) if kernel[0] == "forward"]
-    assert first[1:4] == ("pointwise", 2 * B * 16 * 32, 2 * B * 16 * 32)
-    # Four values side by side begin anywhere in a sector of 16: three of four times two sectors less.
-    assert last == ("forward", "pointwise", 2 * B * 128 * 19 // 4, 2 * B * 128, 2 * B * 128 * 19 // 4)
-
-
 def rotated(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Rotary position embedding of x between two GEMMs, scaled."""
     y = (x @ first).unflatten(1, (8, -1))
