@@ -327,7 +327,7 @@ def test_uneven_weight_gradients_are_those_of_the_calibration(tmp_path):
     shipped = [other.time.us for other in of_step(answer.spec, H200) if other.kind == "uneven"]
     # What is left of the times of two calls holds their roundings, float32's, which hang on a row's company without AVX-512.
     assert of_bf16 == of_fp8 == pytest.approx([expected], rel=1e-5) and expected > 1
-    assert shipped and abs(expected / shipped[0] - 1) > 0.01  # that the calibration is seen
+    assert shipped and abs(expected / shipped[0] - 1) > 1e-3  # that the calibration is seen, 100 times what is left
 
 
 @pytest.mark.parametrize(("low", "high", "warned"), [(0.98, 1.09, 1), (0.9, 0.99, 1), (1.01, 1.09, 0), (1.0, 1.0, 0)])
@@ -343,6 +343,16 @@ def test_sums_of_parts_stand_behind_kernels_that_sum_both_ways():
     both = Fused(BACKWARD, "both", "mul sum", Dim(0, 1), Dim(1920), Dim(4 * size), Dim(2 * size + 2 * 2 * 1920), Dim(0), count=3)
     found = others([both], 6144, fused.load())
     assert [(other.kind, other.count, other.moved_bytes) for other in found[1:]] == [("partials", 6, 4 * 1920 * (384 + 1))]
-    assert (
-        found[1].time.us / 6 == pytest.approx(9.6, rel=0.2) and launched([both], 6144) == 3 + 2 * 6
-    )  # each sum is cast by a kernel of its own
+    assert launched([both], 6144) == 3 + 2 * 6  # each sum is cast by a kernel of its own
+
+
+def test_sums_of_parts_take_what_they_took_in_steps():
+    """All that profiled steps show, in total; one by one they are 15% off (8.4 and 11.1 us of the same in two steps)."""
+    table = pd.read_parquet(data_folder() / "h200" / "step_kernels.parquet")
+    rows = table[table["kind"] == "partials"].astype({"uneven": bool})
+    model = fused.load()
+    told = model.times(rows)[0][:, 0] * model.in_step.fused(["partials"] * len(rows), rows["read_bytes"] + rows["written_bytes"])
+    weight = (rows["us"] * rows["launches"]).to_numpy(dtype=float)
+    ratio = told / rows["us"].to_numpy(dtype=float)
+    assert len(rows) > 50 and np.average(ratio, weights=weight) == pytest.approx(1, abs=0.1)
+    assert np.average(np.abs(ratio - 1), weights=weight) < 0.2
