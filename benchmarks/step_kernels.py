@@ -5,8 +5,7 @@
 Takes what `benchmarks/step_profile.py` wrote, of one step the last. A fused kernel is the predicted one over the same elements
 whose bytes are closest, if they are within a quarter, that multiplies scales behind a GEMM, rotates and puts parts together if
 it does; second stages of sums over rows are added to their first. GEMMs go with those of the specification that they are least
-apart from (`paired_gemms`). What finds no
-partner is left out; the share of the time that did is printed.
+apart from (`paired_gemms`). What finds no partner is left out; the share of the time that did is printed.
 
     python benchmarks/step_kernels.py --recount --out data/h200/step_kernels.parquet
 

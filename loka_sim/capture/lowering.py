@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import fx
@@ -27,6 +27,7 @@ from loka_sim.capture.operators import (
     SCATTERS,
     VIEWS,
     WHOLE_VIEWS,
+    Computed,
     along_memory,
     distinct,
     how_turned,
@@ -44,9 +45,6 @@ MOST_READS, MOST_OPERATIONS, MOST_READS_AT_ALL, MOST_JOINED = 4, 30, 8, 8
 SECTOR_BYTES = 32  # what a GPU fetches at least
 # torch._inductor.config.padding_stride_threshold, and padding_alignment_bytes: longer rows begin at a multiple.
 PADDED_FROM, PADDED_TO_BYTES = 1024, 128
-
-Computed: TypeAlias = "tuple[str, Any]"
-"""One operation of an element, as torch.compile tells them apart: of a part, or everywhere."""
 
 
 @dataclass
@@ -240,8 +238,9 @@ class Lowering:
         root.operators, root.computed = frozenset({name}), operations(node, name)
         source = node.args[GATHERS[name]] if name in GATHERS else None
         # What is written to other places is read from other ones than a loop reads that writes it elsewhere.
-        placed = "@" + ":".join(map(str, node.args[2:]))
-        put = self._all(node.args[1]) if name == "slice_scatter" else []  # type: ignore[arg-type]
+        placed, put = "", []
+        if name == "slice_scatter":
+            placed, put = "@" + ":".join(map(str, node.args[2:])), self._all(node.args[1])  # type: ignore[arg-type]
         for view, turned in self._inputs(node):
             gathered = isinstance(source, fx.Node) and view in self._all(source)
             if gathered:

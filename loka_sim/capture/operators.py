@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -63,9 +63,11 @@ def operator_name(node: fx.Node) -> str:
 
 
 CONSTANT = "constant"
+Computed: TypeAlias = "tuple[str, Any]"
+"""One operation of an element, as torch.compile tells them apart: of which part, or `CONSTANT` everywhere, and what."""
 
 
-def operations(node: fx.Node, name: str) -> frozenset[tuple[str, Any]]:
+def operations(node: fx.Node, name: str) -> frozenset[Computed]:
     """What a node itself computes for an element, as torch.compile counts it (`OpCounterCSE`, torch 2.11 and 2.13).
 
     Each operator is one and each number that it takes, a copy is none; where places decide what is computed (a concatenation,
@@ -84,7 +86,7 @@ def operations(node: fx.Node, name: str) -> frozenset[tuple[str, Any]]:
     elif name == "constant_pad_nd":
         padding: Any = node.args[1]
         places = 4 * sum(map(bool, padding))
-    found: set[tuple[str, Any]] = {("", (node, place)) for place in range(places)}
+    found: set[Computed] = {("", (node, place)) for place in range(places)}
     if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
         found |= {(CONSTANT, (number, value_of(node).dtype)) for number in node.args if isinstance(number, int | float)}
     return frozenset(found)
