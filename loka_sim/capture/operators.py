@@ -85,7 +85,8 @@ def operations(node: fx.Node, name: str) -> frozenset[Computed]:
         places = sum(masks) + len(masks) + 2
     elif name == "constant_pad_nd":
         padding: Any = node.args[1]
-        places = 4 * sum(map(bool, padding))
+        sides = [bool(before) + bool(behind) for before, behind in zip(padding[::2], padding[1::2], strict=True)]
+        places = sum(map(bool, sides)) + 3 * sum(sides)
     found: set[Computed] = {("", (node, place)) for place in range(places)}
     if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
         found |= {(CONSTANT, (number, value_of(node).dtype)) for number in node.args if isinstance(number, int | float)}

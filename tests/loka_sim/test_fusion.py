@@ -120,14 +120,16 @@ def test_slices_of_one_step_are_fetched_once():
 
 
 def rotated(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding of x between two GEMMs, scaled."""
+    """Rotary position embedding of x between two GEMMs, scaled, and x padded on both sides."""
     y = (x @ first).unflatten(1, (8, -1))
     size = y.shape[-1]
     frequency = 10_000.0 ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
     angle = torch.arange(8, dtype=torch.float32)[:, None] * frequency
     cosine, sine = angle.cos().to(y.dtype), angle.sin().to(y.dtype)
     even, odd = y[..., 0::2], y[..., 1::2]
-    return (0.25 * (even * cosine - odd * sine) + torch.sqrt(even * sine + odd * cosine + 2)).flatten(1) @ second
+    both = 0.25 * (even * cosine - odd * sine) + torch.sqrt(even * sine + odd * cosine + 2)
+    padded = torch.nn.functional.pad(x.detach(), (2, 3))[:, 5:]
+    return (both.flatten(1) + 3 * padded) @ second
 
 
 def test_operations_are_torch_compiles():
