@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._decomp import global_decomposition_table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
@@ -76,6 +77,31 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@contextlib.contextmanager
+def _with_gradients() -> Iterator[None]:
+    """Composite operators are taken apart on meta as on any other device.
+
+    torch.compile's decompositions register kernels for meta of some (prelu, relu6, var, nll_loss, where, ...: torch 2.11 and 2.13)
+    that have no gradient of their own: run whole by such a kernel they would end the backward, silently.
+    """
+    meta, set_aside = torch._C.DispatchKey.Meta, dict[Any, Any]()
+    for operator in global_decomposition_table["meta"] | global_decomposition_table["post_autograd"]:
+        kernels = getattr(operator, "py_kernels", {})
+        if meta in kernels and _registered(operator, "CompositeImplicitAutograd") and not _registered(operator, "Autograd"):
+            set_aside[operator] = kernels.pop(meta)
+            operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for operator, kernel in set_aside.items():
+            operator.py_kernels[meta] = kernel
+            operator._dispatch_cache.clear()
+
+
+def _registered(operator: Any, key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key))
+
+
 def _traced(
     model: nn.Module,
     inputs: Any,
@@ -108,6 +134,8 @@ def _traced(
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        decompositions = select_decomp_table()
+        stack.enter_context(_with_gradients())
         copy = _marked_tables(twin.hollow_module(model, "meta")).to(DTYPE)
         arguments = twin.hollow_inputs(inputs, "meta", old, new, batch_dim)
         arguments = torch.utils._pytree.tree_map_only(torch.Tensor, _in_bf16, arguments)
@@ -122,7 +150,7 @@ def _traced(
             fw_compiler=keep("forward"),
             bw_compiler=keep("backward"),
             partition_fn=min_cut_rematerialization_partition,
-            decompositions=select_decomp_table(),
+            decompositions=decompositions,
         )
         positional, named = twin.arguments(copy, arguments)
         scalar = twin.total(compiled(parameters, buffers, *positional, **named))
