@@ -114,8 +114,9 @@ def on_cuda(graph: torch.fx.GraphModule, mode: FakeTensorMode) -> tuple[torch.fx
     for node in graph.graph.nodes:
         if "val" in node.meta:
             node.meta["val"] = moved(node.meta["val"])
-        if node.kwargs.get("device") is not None:
-            node.kwargs = {**node.kwargs, "device": torch.device("cuda", 0)}
+        node.args, node.kwargs = torch.utils._pytree.tree_map_only(
+            torch.device, lambda _: torch.device("cuda", 0), (node.args, node.kwargs)
+        )
     graph.recompile()
     return graph, [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
 

@@ -2,22 +2,24 @@
 
 torch.compile's rule: two loops become one where they run over the same elements and share a buffer, read in the same
 order, unless something between them cannot join. A reduction along memory joins with loops over its input or over its
-result; one across memory (the gradient of a bias) only with its like. GEMMs, library calls and fills stay alone.
+result; one across memory (the gradient of a bias) only with its like, unless its results are so many that it is not cut into parts. GEMMs, library calls and fills stay alone.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from loka_sim.loops import ACROSS, FETCHED, Lowered, Scheduled
+from perfmodel.memory_plan import stages
 
 MOST_FUSED = 64  # torch._inductor.config.max_fusion_size
 # torch._inductor.scheduler.MixOrderReduction, torch 2.11 and 2.13.
 BOTH_WAYS_ELEMENTS, BOTH_WAYS_ROWS, BOTH_WAYS_COLUMNS = 5 * 2**20, 4096, 16 * 1024
 BOTH = "both"
 # Operators that say nothing of a kernel.
-UNSAID = {"convert_element_type", "scalar_tensor", "full", "input", ""}
+UNSAID = {"convert_element_type", "scalar_tensor", "full", "input", "lookup_seed", ""}
 IN_REDUCTIONS = {"column_scale", "column_scale_rounded"}  # once a tile elsewhere
 COUNTED = {"rescale", "rescale_rounded"}  # of several in one kernel each is computed: `rescale*2`
 NEIGHBOURS = 4  # of the readers of one buffer, how many later ones each is tried with
@@ -83,10 +85,20 @@ def _across(first: _Group, second: _Group) -> tuple[int, int] | None:
     if {first.kind, second.kind} == {"row", "column"}:
         return _both_ways(first, second)
     reduction, other = (first, second) if first.kind in ("column", BOTH) else (second, first)
-    if other.kind != "pointwise" or other.writes & reduction.reads:
+    if other.kind != "pointwise":
+        return None
+    if reduction.kind == "column" and other.space[0] == math.prod(reduction.space) and not _is_cut(reduction):
+        return reduction.space
+    if other.writes & reduction.reads:
         return None
     uses_sums = bool(other.reads & reduction.writes) and other.space[0] == reduction.space[reduction.kind == BOTH]
     return reduction.space if uses_sums or (reduction.kind == BOTH and _fits(reduction, other)) else None
+
+
+def _is_cut(column: _Group) -> bool:
+    """Whether a reduction across memory is cut into parts, which run over other elements than its input's loops."""
+    kept, reduced = column.space
+    return bool(stages(["column"], [kept], [reduced], [0])[0] > 1)
 
 
 def _joined_kind(first: str, second: str) -> str:

@@ -23,6 +23,7 @@ from loka_sim.capture.operators import (
     FILLS,
     GATHERS,
     GEMMS,
+    RANDOM,
     REDUCTIONS,
     SCATTERS,
     VIEWS,
@@ -243,17 +244,18 @@ class Lowering:
             placed, put = "@" + ":".join(map(str, node.args[2:])), self._all(node.args[1])  # type: ignore[arg-type]
         for view, turned in self._inputs(node):
             gathered = isinstance(source, fx.Node) and view in self._all(source)
-            if gathered:
-                self._realize(view)
             for key, access in self._reads(view, 0 if gathered else turned).items():
-                if gathered:
-                    access = Access(root.numel * view.root.itemsize, False)
+                if gathered:  # of what is computed here, only what is looked up
+                    one = view.root.itemsize if view.root.buffer is not None else access.read_bytes / max(view.numel, 1)
+                    access = Access(math.ceil(root.numel * one), False)
                 _add(root.reads, (key[0], key[1] + placed) if view in put else key, access)
             _inline(root, view)
         root.gathers |= name in GATHERS
         self._views[node] = view = _View(root, "", root.numel, True)
         self._used_often(node, view)
         self._gathered_much(view)
+        if name in RANDOM:
+            self._realize(view)
 
     def _gathered_much(self, view: _View) -> None:
         """Write what even one use would have to compute from too much."""

@@ -20,10 +20,12 @@ SCATTERS = set(
     "index_put _unsafe_index_put _unsafe_masked_index_put_accumulate scatter_add scatter scatter_reduce index_put_".split()
 )
 FILLS = set("full zeros ones empty new_zeros new_full new_ones full_like zeros_like ones_like scalar_tensor new_empty".split())
+# Written where they are made: every use must see the same numbers (`inductor_random` is written, torch 2.11 and 2.13).
+RANDOM = set("random rand randn rand_like randn_like randint bernoulli".split())
 # Library calls and scans: their operands must be there, their result is written, nothing fuses into them.
 EXTERNAL = set(
     "index_add sort topk cumsum cumprod nonzero convolution convolution_backward unique _unique2 searchsorted bucketize "
-    "multinomial max_pool2d_with_indices avg_pool2d repeat_interleave masked_scatter".split()
+    "multinomial max_pool2d_with_indices avg_pool2d repeat_interleave masked_scatter seeds".split()
 )
 # Look-ups and their gradients that are library calls: kind, and positions of what is read whole and of the ids.
 BAGS = {
@@ -52,7 +54,7 @@ def operator_name(node: fx.Node) -> str:
     """`sum`, `index_put`, ...: the aten or prims operator of a call without its overload; of a small power what computes it."""
     target = node.target
     packet = getattr(target, "_overloadpacket", target)
-    name = str(getattr(packet, "__name__", packet))
+    name = str(getattr(packet, "__name__", packet)).removeprefix("inductor_")
     exponent = node.args[1] if name == "pow" and len(node.args) > 1 else None
     if isinstance(exponent, int | float):
         if exponent == 0.5:

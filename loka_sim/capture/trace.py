@@ -77,6 +77,41 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def _partitioned(graph: fx.GraphModule, inputs: Any, **more: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward, after what torch.compile changes in both together.
+
+    Its passes fold constants, which it cannot tell from others where all tensors are on meta.
+    """
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._guards import detect_fake_mode
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    _claim(graph, "cpu")
+    with V.set_fake_mode(detect_fake_mode([node.meta.get("val") for node in graph.graph.nodes])):
+        graph = joint_graph_passes(graph)
+    graph.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))  # random numbers that others replace
+    _claim(graph, "meta")
+    return min_cut_rematerialization_partition(graph, inputs, **more)
+
+
+def _claim(graph: fx.GraphModule, device: str) -> None:
+    """Let all tensors of a graph be on this device."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        mode = getattr(tensor, "fake_mode", None) or contextlib.nullcontext()
+        with mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+    for node in graph.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = torch.utils._pytree.tree_map_only(torch.Tensor, moved, node.meta["val"])
+        node.args, node.kwargs = torch.utils._pytree.tree_map_only(
+            torch.device, lambda _: torch.device(device), (node.args, node.kwargs)
+        )
+    graph.recompile()
+
+
 @contextlib.contextmanager
 def _with_gradients() -> Iterator[None]:
     """Composite operators are taken apart on meta as on any other device.
@@ -112,7 +147,7 @@ def _traced(
     constants_too: bool = False,
 ) -> dict[str, Lowered]:
     """`traced`, once: with what the model makes brought to bf16 and to one device, or as it is."""
-    from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
+    from functorch.compile import aot_function, make_boxed_func
     from torch._inductor.decomposition import select_decomp_table
 
     graphs: dict[str, Lowered] = {}
@@ -149,7 +184,7 @@ def _traced(
             forward,
             fw_compiler=keep("forward"),
             bw_compiler=keep("backward"),
-            partition_fn=min_cut_rematerialization_partition,
+            partition_fn=_partitioned,
             decompositions=decompositions,
         )
         positional, named = twin.arguments(copy, arguments)
