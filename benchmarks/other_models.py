@@ -2,11 +2,16 @@
 
     python benchmarks/step_profile.py benchmarks.other_models:autoint
     loka-sim whatif benchmarks.other_models:autoint --batch 4096
+    loka-sim whatif benchmarks.other_models:autoint_7     # sizes and the batch drawn with seed 7
 
-Each function returns (model, inputs) with a batch of its own (`BATCHES`). Tables have `TABLE_ROWS` rows.
+Each function returns (model, inputs) with a batch of its own (`BATCHES`, or drawn). Tables have `TABLE_ROWS` rows.
 """
 
 from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -21,10 +26,11 @@ BATCHES = {
 """Samples of each function's inputs."""
 
 Made = tuple[nn.Module, tuple[Tensor, ...]]
+_WIDTHS = ((512, 256), (1024, 512), (1024, 1024, 512), (2048, 2048, 1024))
 
 
-def _ids(name: str, *more: int) -> Tensor:
-    return torch.randint(TABLE_ROWS, (BATCHES[name], *more))
+def _ids(*size: int) -> Tensor:
+    return torch.randint(TABLE_ROWS, size)
 
 
 def _mlp(sizes: tuple[int, ...], *between: type[nn.Module], dropout: float = 0.0) -> nn.Sequential:
@@ -44,6 +50,7 @@ class _Fields(nn.Module):
     def __init__(self, fields: int, dim: int) -> None:
         super().__init__()
         self.table = nn.Embedding(TABLE_ROWS, dim)
+        self.first: Tensor
         self.register_buffer("first", torch.arange(fields) * (TABLE_ROWS // fields))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -55,6 +62,7 @@ class _DeepFM(nn.Module):
 
     def __init__(self, fields: int = 39, dim: int = 40, hidden: tuple[int, ...] = (2048, 2048, 1024)) -> None:
         super().__init__()
+        self.fields = fields
         self.linear, self.embedding = _Fields(fields, 1), _Fields(fields, dim)
         self.deep = _mlp((fields * dim, *hidden, 1), nn.ReLU, dropout=0.1)
 
@@ -63,12 +71,16 @@ class _DeepFM(nn.Module):
         pairs = 0.5 * (x.sum(1).square() - x.square().sum(1)).sum(1, keepdim=True)
         return self.linear(ids).sum(1) + pairs + self.deep(x.flatten(1))
 
+    def inputs(self, batch: int) -> tuple[Tensor, ...]:
+        return (_ids(batch, self.fields),)
+
 
 class _XDeepFM(nn.Module):
     """Lian et al. 2018: compressed interactions, each layer's maps by all fields, made fewer by a linear layer."""
 
     def __init__(self, fields: int = 26, dim: int = 16, maps: tuple[int, ...] = (96, 96), hidden: int = 512) -> None:
         super().__init__()
+        self.fields = fields
         self.embedding = _Fields(fields, dim)
         before = (fields, *maps)
         self.compress = nn.ModuleList(nn.Linear(b * fields, m) for b, m in zip(before, maps, strict=False))
@@ -83,12 +95,16 @@ class _XDeepFM(nn.Module):
             found.append(x.sum(1))
         return self.out(torch.cat(found, 1)) + self.deep(first.flatten(1))
 
+    def inputs(self, batch: int) -> tuple[Tensor, ...]:
+        return (_ids(batch, self.fields),)
+
 
 class _AutoInt(nn.Module):
     """Song et al. 2019: self-attention among fields, with residuals."""
 
     def __init__(self, fields: int = 39, dim: int = 64, heads: int = 4, width: int = 128, layers: int = 3) -> None:
         super().__init__()
+        self.fields = fields
         self.embedding, self.heads = _Fields(fields, dim), heads
         sizes = (dim, *[width] * layers)
         self.qkv = nn.ModuleList(nn.Linear(before, 3 * width, bias=False) for before in sizes[:-1])
@@ -103,12 +119,16 @@ class _AutoInt(nn.Module):
             x = F.relu((attention @ v).transpose(1, 2).flatten(2) + residual(x))
         return self.out(x.flatten(1))
 
+    def inputs(self, batch: int) -> tuple[Tensor, ...]:
+        return (_ids(batch, self.fields),)
+
 
 class _MMoE(nn.Module):
     """Ma et al. 2018: experts that several tasks mix, each by a gate of its own."""
 
     def __init__(self, fields: int = 40, dim: int = 32, experts: int = 6, tasks: int = 3, width: int = 768) -> None:
         super().__init__()
+        self.fields = fields
         self.embedding = _Fields(fields, dim)
         self.first = nn.Parameter(torch.empty(experts, fields * dim, width).uniform_(-0.02, 0.02))
         self.second = nn.Parameter(torch.empty(experts, width, width // 2).uniform_(-0.02, 0.02))
@@ -125,12 +145,16 @@ class _MMoE(nn.Module):
             found.append(tower(mixed))
         return tuple(found)
 
+    def inputs(self, batch: int) -> tuple[Tensor, ...]:
+        return (_ids(batch, self.fields),)
+
 
 class _MaskNet(nn.Module):
     """Wang et al. 2021: blocks that multiply the embeddings by masks made of them, side by side."""
 
     def __init__(self, fields: int = 39, dim: int = 64, blocks: int = 3, width: int = 2048) -> None:
         super().__init__()
+        self.fields = fields
         self.embedding, self.norm, size = _Fields(fields, dim), nn.LayerNorm(dim), fields * dim
         self.masks = nn.ModuleList(_mlp((size, width, size), nn.ReLU) for _ in range(blocks))
         self.hidden = nn.ModuleList(
@@ -143,12 +167,16 @@ class _MaskNet(nn.Module):
         flat, normed = x.flatten(1), self.norm(x).flatten(1)
         return self.out(torch.cat([hidden(mask(flat) * normed) for mask, hidden in zip(self.masks, self.hidden, strict=True)], 1))
 
+    def inputs(self, batch: int) -> tuple[Tensor, ...]:
+        return (_ids(batch, self.fields),)
+
 
 class _FinalMLP(nn.Module):
     """Mao et al. 2023: two networks over gated features, joined by bilinear products of heads."""
 
     def __init__(self, fields: int = 39, dim: int = 20, width: int = 1000, heads: int = 10) -> None:
         super().__init__()
+        self.fields = fields
         size = fields * dim
         self.embedding, self.heads = _Fields(fields, dim), heads
         self.gates = nn.ModuleList(_mlp((size, 800, size), nn.ReLU) for _ in range(2))
@@ -162,6 +190,9 @@ class _FinalMLP(nn.Module):
         left, right = (side.unflatten(-1, (self.heads, -1)) for side in (one, other))
         pairs = torch.einsum("bhi,hij,bhj->b", left, self.between, right).unsqueeze(-1)
         return self.left(one) + self.right(other) + pairs
+
+    def inputs(self, batch: int) -> tuple[Tensor, ...]:
+        return (_ids(batch, self.fields),)
 
 
 class _DIN(nn.Module):
@@ -181,18 +212,23 @@ class _DIN(nn.Module):
         interest = (weight.masked_fill(~there.unsqueeze(-1), 0.0) * past).sum(1)
         return self.deep(torch.cat([interest, now, interest * now], 1))
 
+    def inputs(self, batch: int) -> tuple[Tensor, ...]:
+        return _ids(batch, 100), torch.randint(1, 100, (batch,)), _ids(batch)
+
 
 class _HSTU(nn.Module):
     """Zhai et al. 2024: sequences by pointwise attention without a softmax, gated, with biases of relative places."""
 
     def __init__(self, length: int = 200, dim: int = 256, heads: int = 4, layers: int = 4) -> None:
         super().__init__()
+        self.length = length
         self.items, self.places, self.heads = nn.Embedding(TABLE_ROWS, dim), nn.Parameter(torch.zeros(length, dim)), heads
         self.before = nn.ModuleList(nn.LayerNorm(dim) for _ in range(layers))
         self.uvqk = nn.ModuleList(nn.Linear(dim, 4 * dim, bias=False) for _ in range(layers))
         self.after = nn.ModuleList(nn.LayerNorm(dim) for _ in range(layers))
         self.out = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
         self.bias = nn.Parameter(torch.zeros(layers, length, length))
+        self.seen: Tensor
         self.register_buffer("seen", torch.ones(length, length).tril())
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -204,12 +240,16 @@ class _HSTU(nn.Module):
             x = x + out(u * after((scores @ v).transpose(1, 2).flatten(2)))
         return (x[:, :-1] * self.items(ids[:, 1:])).sum(-1)
 
+    def inputs(self, batch: int) -> tuple[Tensor, ...]:
+        return (_ids(batch, self.length),)
+
 
 class _SASRec(nn.Module):
     """Kang and McAuley 2018: a causal transformer over what was seen, by torch's own attention."""
 
     def __init__(self, length: int = 200, dim: int = 256, heads: int = 4, layers: int = 3) -> None:
         super().__init__()
+        self.length = length
         self.items, self.places, self.heads = nn.Embedding(TABLE_ROWS, dim), nn.Parameter(torch.zeros(length, dim)), heads
         self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(2 * layers))
         self.qkv = nn.ModuleList(nn.Linear(dim, 3 * dim) for _ in range(layers))
@@ -226,12 +266,16 @@ class _SASRec(nn.Module):
             x = x + feed(self.norms[2 * number + 1](x))
         return (x[:, :-1] * self.items(ids[:, 1:])).sum(-1)
 
+    def inputs(self, batch: int) -> tuple[Tensor, ...]:
+        return (_ids(batch, self.length),)
+
 
 class _TwoTower(nn.Module):
     """Yi et al. 2019: users and items by networks of their own, each item of the batch the other users' negative."""
 
     def __init__(self, dim: int = 64, fields: tuple[int, int] = (20, 12), out: int = 128) -> None:
         super().__init__()
+        self.fields = fields
         self.embeddings = nn.ModuleList(_Fields(number, dim) for number in fields)
         self.towers = nn.ModuleList(_mlp((number * dim, 2048, 1024, out), nn.ReLU) for number in fields)
 
@@ -241,52 +285,49 @@ class _TwoTower(nn.Module):
         scores = left @ right.t() / 0.05
         return F.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
 
-
-def deepfm() -> Made:
-    """DeepFM."""
-    return _DeepFM(), (_ids("deepfm", 39),)
+    def inputs(self, batch: int) -> tuple[Tensor, ...]:
+        return tuple(_ids(batch, number) for number in self.fields)
 
 
-def xdeepfm() -> Made:
-    """Of xDeepFM."""
-    return _XDeepFM(), (_ids("xdeepfm", 26),)
+KINDS: dict[str, tuple[Callable[..., Any], dict[str, tuple[Any, ...]]]] = {
+    "deepfm": (_DeepFM, {"fields": (26, 32, 39), "dim": (16, 32, 40, 64), "hidden": _WIDTHS}),
+    "xdeepfm": (
+        _XDeepFM, {"fields": (20, 26, 32), "dim": (8, 16, 24), "maps": ((64, 64), (96, 96), (128,)), "hidden": (384, 512)},
+    ),
+    "autoint": (
+        _AutoInt,
+        {"fields": (24, 32, 39), "dim": (32, 48, 64), "heads": (2, 4), "width": (64, 128, 192), "layers": (2, 3)},
+    ),
+    "mmoe": (
+        _MMoE,
+        {"fields": (24, 32, 40), "dim": (16, 32, 48), "experts": (4, 6, 8), "tasks": (2, 3), "width": (512, 768, 1024)},
+    ),
+    "masknet": (_MaskNet, {"fields": (26, 32, 39), "dim": (16, 32, 64), "blocks": (2, 3, 4), "width": (512, 1024, 2048)}),
+    "finalmlp": (_FinalMLP, {"fields": (26, 32, 39), "dim": (16, 20, 32), "width": (800, 1000, 1280), "heads": (5, 10, 20)}),
+    "din": (_DIN, {"dim": (32, 48, 64, 96), "hidden": _WIDTHS}),
+    "hstu": (_HSTU, {"length": (96, 128, 200), "dim": (128, 192, 256), "heads": (2, 4), "layers": (2, 3)}),
+    "sasrec": (_SASRec, {"length": (96, 128, 200), "dim": (128, 192, 256), "heads": (2, 4), "layers": (2, 3)}),
+    "two_tower": (_TwoTower, {"dim": (32, 64), "fields": ((20, 12), (14, 8)), "out": (64, 128, 256)}),
+}  # fmt: skip
 
 
-def autoint() -> Made:
-    """AutoInt."""
-    return _AutoInt(), (_ids("autoint", 39),)
+def made(name: str, seed: int | None = None) -> Made:
+    """A model and its inputs; with a seed its sizes and its batch are drawn."""
+    kind, options = KINDS[name]
+    source, batch, sizes = random.Random(f"{name} {seed}"), BATCHES[name], dict[str, Any]()
+    if seed is not None:
+        sizes = {option: source.choice(values) for option, values in options.items()}
+        batch = source.choice((batch // 2, batch * 3 // 4, batch, batch * 3 // 2))
+    model = kind(**sizes)
+    inputs: tuple[Tensor, ...] = model.inputs(batch)
+    return model, inputs
 
 
-def mmoe() -> Made:
-    """MMoE."""
-    return _MMoE(), (_ids("mmoe", 40),)
-
-
-def masknet() -> Made:
-    """MaskNet."""
-    return _MaskNet(), (_ids("masknet", 39),)
-
-
-def finalmlp() -> Made:
-    """FinalMLP."""
-    return _FinalMLP(), (_ids("finalmlp", 39),)
-
-
-def din() -> Made:
-    """DIN."""
-    return _DIN(), (_ids("din", 100), torch.randint(1, 100, (BATCHES["din"],)), _ids("din"))
-
-
-def hstu() -> Made:
-    """HSTU."""
-    return _HSTU(), (_ids("hstu", 200),)
-
-
-def sasrec() -> Made:
-    """SASRec."""
-    return _SASRec(), (_ids("sasrec", 200),)
-
-
-def two_tower() -> Made:
-    """Two towers."""
-    return _TwoTower(), (_ids("two_tower", 20), _ids("two_tower", 12))
+def __getattr__(name: str) -> Callable[[], Made]:
+    """`MODEL` or `MODEL_SEED`: the function of a model as it is in `KINDS`, or drawn."""
+    kind, _, seed = name.rpartition("_")
+    if name in KINDS:
+        return lambda: made(name)
+    if kind in KINDS and seed.isdigit():
+        return lambda: made(kind, int(seed))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

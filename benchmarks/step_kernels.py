@@ -3,7 +3,7 @@
     python benchmarks/step_kernels.py profiles/*.json --out data/h200/step_kernels.parquet
 
 Takes what `benchmarks/step_profile.py` wrote, of one step the last. A fused kernel is the predicted one over the same elements
-whose bytes are closest, if they are within a quarter, that multiplies scales behind a GEMM, rotates and puts parts together if
+whose bytes are closest, if they are within a quarter, that multiplies scales behind a GEMM, rotates or draws random numbers, and puts parts together if
 it does; second stages of sums over rows are added to their first. GEMMs go with those of the specification that they are least
 apart from (`paired_gemms`). What finds no partner is left out; the share of the time that did is printed.
 
@@ -48,12 +48,14 @@ STAGE = 1024  # elements that the second stage of a sum adds up at most
 TABLE = "gradient of a table"
 # Names of torch's own kernels: sums of FP32 that lie side by side, and what copies to rows that do not lie densely.
 CALLED = {"partials": "reduce_kernel<128, 4", "copy": "elementwise_kernel<128, 4"}
-ROTATIONS = {"sin", "cos"}  # operators that take longer than most kernels' bytes
+SLOW = {"sin", "cos", "random"}  # operators that take longer than most kernels' bytes
 # Operators that read by place: torch.compile's account has as many bytes for each part as for the whole, or as for one.
 PLACED = {"cat", "slice_scatter"}
+LOOKS_UP, REDUCES = {"embedding"}, ("row", "column", "both")
+"""Of reductions, what reads by place: rows of a table, of which the account has the whole table."""
 STEP = ("model", "batch", "variant")
 COUNTS = ("step_launches", "step_batched")
-MEASURED = ("kind", "table", "kept", "reduced", "bytes", "written", "rescales", "rotates", "placed", "us", "left")
+MEASURED = ("kind", "table", "kept", "reduced", "bytes", "written", "rescales", "slow", "placed", "us", "left")
 PAIRED = (*COLUMNS, "label", "us", "launches", "staged")
 
 
@@ -66,21 +68,22 @@ def measured_kernels(profile: dict[str, Any]) -> pd.DataFrame:
             continue
         sizes = row["sizes"]
         kept, reduced = sizes.get("x", 1) * sizes.get("y", 1), sizes.get("r0_", 1)
-        operators = {operator.split(".")[1] for operator in row["operators"] if "." in operator}
+        operators = {operator.split(".")[1].removeprefix("inductor_") for operator in row["operators"] if "." in operator}
         read, written = row["read_bytes"], row["written_bytes"]
         table = "embedding_dense" in name
         kind = "row" if reduced > 1 else "pointwise"
-        if table and any("index_put" in operator for operator in row["operators"]):
+        looks_up = "embedding" in operators and not table
+        if table and reduced == 1 and any("index_put" in operator for operator in row["operators"]):
             kind = "scatter"
-        elif "embedding" in operators:
+        elif looks_up and reduced == 1:
             kind, read = "gather", written
         elif read == 0:
             kind = "fill"
         found.append(
             {
                 "kind": kind, "table": table and kind != "scatter", "kept": kept, "reduced": reduced, "bytes": read + written,
-                "written": written, "rescales": _rescales(row["operators"]), "rotates": bool(operators & ROTATIONS),
-                "placed": kind == "pointwise" and bool(operators & PLACED), "us": row["median_us"], "left": row["launches"],
+                "written": written, "rescales": _rescales(row["operators"]), "slow": bool(operators & SLOW),
+                "placed": looks_up if kind == "row" else kind == "pointwise" and bool(operators & PLACED), "us": row["median_us"], "left": row["launches"],
             }
         )  # fmt: skip
     return pd.DataFrame(found, columns=list(MEASURED)).sort_values("us", ascending=False, ignore_index=True)
@@ -146,8 +149,8 @@ def _known(kernel: Fused, batch: int) -> dict[str, Any]:
     operators = set(kernel.label.split())
     return {
         **described(kernel, batch), "left": float(kernel.count), "table": kernel.label == TABLE, "label": kernel.label,
-        "rescales": family(kernel.kind, kernel.label, 1, 0) == "rescale", "rotates": bool(operators & ROTATIONS),
-        "placed": kernel.kind == "pointwise" and bool(operators & PLACED),
+        "rescales": family(kernel.kind, kernel.label, 1, 0) == "rescale", "slow": bool(operators & SLOW),
+        "placed": bool(operators & (LOOKS_UP if kernel.kind in REDUCES else PLACED)) and kernel.kind in ("pointwise", *REDUCES),
     }  # fmt: skip
 
 
@@ -174,7 +177,7 @@ def _alike(known: pd.DataFrame, row: Any) -> pd.Series:
     space = known["kept"] * known["reduced"] / (row.kept * row.reduced)
     ordinary = ~known["table"] & ~known["kind"].isin(["fill", "scatter", "gather", "external", "partials", "copy"])
     alike = ordinary & (abs(space - 1) < 0.02) & ((known["reduced"] > 1) == (row.reduced > 1))
-    return alike.where(known[["rescales", "rotates", "placed"]].eq([row.rescales, row.rotates, row.placed]).all(axis=1), False)
+    return alike.where(known[["rescales", "slow", "placed"]].eq([row.rescales, row.slow, row.placed]).all(axis=1), False)
 
 
 def _add_stage(found: Iterable[dict[str, Any]], row: Any, left: float) -> None:

@@ -19,7 +19,7 @@ MOST_FUSED = 64  # torch._inductor.config.max_fusion_size
 BOTH_WAYS_ELEMENTS, BOTH_WAYS_ROWS, BOTH_WAYS_COLUMNS = 5 * 2**20, 4096, 16 * 1024
 BOTH = "both"
 # Operators that say nothing of a kernel.
-UNSAID = {"convert_element_type", "scalar_tensor", "full", "input", "lookup_seed", ""}
+UNSAID = {"convert_element_type", "full", "input", "lookup_seed", ""}
 IN_REDUCTIONS = {"column_scale", "column_scale_rounded"}  # once a tile elsewhere
 COUNTED = {"rescale", "rescale_rounded"}  # of several in one kernel each is computed: `rescale*2`
 NEIGHBOURS = 4  # of the readers of one buffer, how many later ones each is tried with

@@ -66,7 +66,8 @@ def family(kind: str, label: str, kept: int, unordered_bytes: int) -> str:
         return "scatter_turned" if unordered_bytes > SECTOR_BYTES * kept else "scatter_strided"
     if RESCALES & {operator.partition("*")[0] for operator in operators}:
         return "rescale"
-    quantizes = "cast" in operators or {"abs", "amax"} <= operators
+    # A softmax, too, looks at magnitudes (whether all are finite: torch 2.13).
+    quantizes = "cast" in operators or ({"abs", "amax"} <= operators and "any" not in operators)
     if quantizes and kind == "row" and not operators & {"cast", "var_mean"}:  # of a whole tensor, in long pieces
         return "magnitudes"
     return f"quantize_{found}" if quantizes and found in ("pointwise", "reduction") else found

@@ -19,7 +19,7 @@ GATHERS = {"embedding": 0, "index": 0, "index_select": 0, "gather": 0, "_unsafe_
 SCATTERS = set(
     "index_put _unsafe_index_put _unsafe_masked_index_put_accumulate scatter_add scatter scatter_reduce index_put_".split()
 )
-FILLS = set("full zeros ones empty new_zeros new_full new_ones full_like zeros_like ones_like scalar_tensor new_empty".split())
+FILLS = set("full zeros ones empty new_zeros new_full new_ones full_like zeros_like ones_like new_empty".split())
 # Written where they are made: every use must see the same numbers (`inductor_random` is written, torch 2.11 and 2.13).
 RANDOM = set("random rand randn rand_like randn_like randint bernoulli".split())
 # Library calls and scans: their operands must be there, their result is written, nothing fuses into them.
@@ -55,6 +55,8 @@ def operator_name(node: fx.Node) -> str:
     target = node.target
     packet = getattr(target, "_overloadpacket", target)
     name = str(getattr(packet, "__name__", packet)).removeprefix("inductor_")
+    if name == "scalar_tensor":
+        return "full"
     exponent = node.args[1] if name == "pow" and len(node.args) > 1 else None
     if isinstance(exponent, int | float):
         if exponent == 0.5:

@@ -99,8 +99,7 @@ def _claim(graph: fx.GraphModule, device: str) -> None:
     """Let all tensors of a graph be on this device."""
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
-        mode = getattr(tensor, "fake_mode", None) or contextlib.nullcontext()
-        with mode:
+        with torch._C.DisableTorchFunction(), getattr(tensor, "fake_mode", None) or contextlib.nullcontext():
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
     for node in graph.graph.nodes:
