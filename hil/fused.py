@@ -18,7 +18,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hil.attention import ATTENTION, BACKWARD, attention_cases
 from hil.candidates import locked_autotune
 from hil.command import Parser
 from hil.compiled import by_iteration, kernel_launches, kernel_times, recorded
@@ -126,7 +127,11 @@ COPIES = (
 PADDED_TO = 64  # torch._inductor.config.padding_alignment_bytes, in elements
 
 
-def _called_cases() -> Iterator[tuple[str, int, int, int, int, Callable[[], object]]]:
+CalledCase = tuple[str, int, int, int, int, Callable[[], object]]
+"""Family, elements kept, reduced for each, bytes read and written, and what runs it."""
+
+
+def _called_cases() -> Iterator[CalledCase]:
     """What a compiled step calls of torch itself: sums of parts, and biases copied to each row of a product."""
     for parts, columns in PARTS:
         workspace = torch.rand(parts, columns, device="cuda")
@@ -137,17 +142,18 @@ def _called_cases() -> Iterator[tuple[str, int, int, int, int, Callable[[], obje
         yield "copy", rows * columns, 1, 2 * columns, 2 * rows * columns, partial(place.copy_, _random_rows(1, columns)[0])
 
 
-def measure_called(out: Path) -> int:
+def measure_called(out: Path, cases: Iterable[CalledCase]) -> int:
     """Measure what a compiled step calls of torch itself; rows go to `fused.json`."""
     filler = torch.empty(2**28, dtype=torch.bfloat16, device="cuda")
     rows = []
-    for family, kept, reduced, read_bytes, written_bytes, run in _called_cases():
+    for family, kept, reduced, read_bytes, written_bytes, run in cases:
         kernels_us = _eager(run, filler)["kernels_us"]
+        operator = family if family in (ATTENTION, BACKWARD) else "sum" if reduced > 1 else "clone"
         rows.append(
             {
                 "family": family, "kernel": CALLED, "launches": 1, "time_us": kernels_us, "total_us": kernels_us,
                 "read_bytes": read_bytes, "written_bytes": written_bytes, "sizes": {"x": kept, "r0_": reduced},
-                "operators": {"aten.sum.dim_IntList" if reduced > 1 else "aten.clone.default": 1}, "problem": "",
+                "operators": {f"aten.{operator}.default": 1}, "problem": "",
             }
         )  # fmt: skip
     _save(out / "fused.json", EAGER_ITERATIONS, rows, [])
@@ -334,8 +340,9 @@ def main() -> int:
     parser = Parser(prog="python -m hil.fused", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "what",
-        choices=("compiled", "eager", "called"),
-        help="kernels that torch.compile makes; look-ups, fills and small steps as called; what a compiled step calls of torch",
+        choices=("compiled", "eager", "called", "attention"),
+        help="kernels that torch.compile makes; look-ups, fills and small steps as called; what a compiled step calls of torch, "
+        "and its attention",
     )
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of fused.json or eager_ops.json (default: this one)")
     parser.add_argument("--families", default="*", help="families of compiled kernels to measure, as a glob (default: all)")
@@ -348,7 +355,9 @@ def main() -> int:
     torch.manual_seed(0)
     if options.what == "compiled":
         return measure_compiled(options.out, options.seconds, options.families, options.lock)
-    return measure_eager(options.out, options.seconds) if options.what == "eager" else measure_called(options.out)
+    if options.what == "eager":
+        return measure_eager(options.out, options.seconds)
+    return measure_called(options.out, _called_cases() if options.what == "called" else attention_cases())
 
 
 if __name__ == "__main__":

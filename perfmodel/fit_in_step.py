@@ -83,7 +83,7 @@ def with_steps(rows: pd.DataFrame, table: pd.DataFrame, factor: Array, alone: Ar
     # Of those that multiply scales, only what does little else is told from others by its bytes.
     known = np.isin(families, FUSED) | ((families == "rescale") & (table["kind"] == "pointwise").to_numpy())
     # What takes that much longer is hardly the kernel that was predicted, but one of as many bytes that computes more.
-    mine = known & (us < MOST_LONGER * alone)
+    mine = known & ((us < MOST_LONGER * alone) | (table["kind"] == "column").to_numpy())
     kernels = _fused(table[mine])
     share = (kernels["us"] * kernels["launches"] / kernels["step_us"]).to_numpy(dtype=float)
     added = kernels[list(fused.COLUMNS)].assign(p50_us=us[mine], weight=STEP_WEIGHT * share)
