@@ -1,20 +1,32 @@
-"""Calls of `scaled_dot_product_attention`, forward and backward, for `hil.fused` to measure: torch runs each as kernels of its own.
+"""Calls of `scaled_dot_product_attention`, forward and backward, for `hil.fused` to measure, and their times as a table.
 
-Sizes are drawn: sequences of recommenders, whole ones and causal ones, of few tokens and of many.
+    python -m hil.fused attention --out runs/attention
+    python -m hil.attention runs/attention/fused.json --out data/h200/attention.parquet
+
+torch runs each call as kernels of its own. Sizes are drawn: sequences of recommenders, whole and causal, of few tokens and of many.
 """
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+import pandas
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
+
+from hil.command import Parser
+from hil.files import write_atomic
+from perfmodel.attention import BACKWARD, FORWARD, KINDS, label_of, sizes_of
 
 LEAST, MOST = 2.0**19, 2.0**25.3  # elements of a result
 DIMS = (16, 32, 48, 64, 96, 128)
-ATTENTION, BACKWARD = "attention", "attention_backward"
+METHOD = "kernel durations by torch.profiler, the sum of a call's kernels, 512 MB written before each; see hil/fused.py"
 
 
 def drawn(number: int, seed: int = 1) -> tuple[tuple[int, int, int, int, bool], ...]:
@@ -33,7 +45,7 @@ def drawn(number: int, seed: int = 1) -> tuple[tuple[int, int, int, int, bool], 
 def attention_cases(number: int = 110, seed: int = 1) -> Iterator[tuple[str, int, int, int, int, Callable[[], object]]]:
     """As `hil.fused` takes what torch itself runs: family, kept and reduced, bytes read and written, what runs it.
 
-    Kept are the queries, reduced is what each is multiplied with: features of all keys that it sees.
+    Kept are the queries, reduced is what each is multiplied with: features of all keys that it sees. The family says the sizes.
     """
     for samples, heads, tokens, dim, causal in drawn(number, seed):
         q, k, v = (
@@ -41,15 +53,42 @@ def attention_cases(number: int = 110, seed: int = 1) -> Iterator[tuple[str, int
             for _ in range(3)
         )
         queries, size = samples * heads * tokens, 2 * samples * heads * tokens * dim
-        reduced = seen(tokens, tokens, causal) * dim
+        reduced = (tokens + 1) // 2 * dim if causal else tokens * dim
         forward = partial(F.scaled_dot_product_attention, q, k, v, is_causal=causal)
         out = forward()
-        sums = 4 * queries
-        yield ATTENTION, queries, reduced, 3 * size, size + sums, forward
+        sums, sizes = 4 * queries, label_of(tokens, tokens, dim, causal).removeprefix(FORWARD)
+        yield FORWARD + sizes, queries, reduced, 3 * size, size + sums, forward
         gradients = partial(torch.autograd.grad, out, (q, k, v), torch.randn_like(out), retain_graph=True)
-        yield BACKWARD, queries, reduced, 5 * size + sums, 3 * size, gradients
+        yield BACKWARD + sizes, queries, reduced, 5 * size + sums, 3 * size, gradients
 
 
-def seen(queries: int, keys: int, causal: bool) -> int:
-    """Keys that a query sees, in the middle."""
-    return (keys + 1) // 2 if causal and queries == keys else keys
+
+def tabulated(rows: list[dict[str, Any]]) -> pandas.DataFrame:
+    """Timed calls, a row each: kind, groups (samples times heads), queries, keys, features, causal, `p50_us`."""
+    found = []
+    for row in rows:
+        kind, _, sizes = row["family"].partition(":")
+        if kind in KINDS and not row["problem"]:
+            queries, keys, features, causal = sizes_of(f"{FORWARD}:{sizes}")
+            of = {"groups": row["sizes"]["x"] // queries, "queries": queries, "keys": keys, "features": features}
+            found.append({"kind": kind, **of, "causal": causal, "p50_us": row["time_us"]})
+    return pandas.DataFrame(found)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line."""
+    parser = Parser(prog="python -m hil.attention", description="Timed calls of attention as a table.")
+    parser.add_argument("file", type=Path, help="what `python -m hil.fused attention` wrote")
+    parser.add_argument("--out", type=Path, required=True, help="parquet file of the table; its sidecar names the run")
+    options = parser.parse_args(arguments)
+    run = json.loads(options.file.read_text())
+    table = tabulated(run["rows"])
+    about = {"schema_version": 1, "method": METHOD, **{name: run[name] for name in ("command", "measured", "machine")}}
+    write_atomic(options.out.with_suffix(".json"), lambda beside: beside.write_text(json.dumps(about, indent=1) + "\n"))
+    write_atomic(options.out, lambda beside: table.to_parquet(beside, index=False))
+    print(f"{options.out}: {len(table)} calls")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

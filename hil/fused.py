@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hil.attention import ATTENTION, BACKWARD, attention_cases
+from hil.attention import attention_cases
 from hil.candidates import locked_autotune
 from hil.command import Parser
 from hil.compiled import by_iteration, kernel_launches, kernel_times, recorded
@@ -148,12 +148,11 @@ def measure_called(out: Path, cases: Iterable[CalledCase]) -> int:
     rows = []
     for family, kept, reduced, read_bytes, written_bytes, run in cases:
         kernels_us = _eager(run, filler)["kernels_us"]
-        operator = family if family in (ATTENTION, BACKWARD) else "sum" if reduced > 1 else "clone"
         rows.append(
             {
                 "family": family, "kernel": CALLED, "launches": 1, "time_us": kernels_us, "total_us": kernels_us,
                 "read_bytes": read_bytes, "written_bytes": written_bytes, "sizes": {"x": kept, "r0_": reduced},
-                "operators": {f"aten.{operator}.default": 1}, "problem": "",
+                "operators": {"aten.sum.dim_IntList" if reduced > 1 else "aten.clone.default": 1}, "problem": "",
             }
         )  # fmt: skip
     _save(out / "fused.json", EAGER_ITERATIONS, rows, [])

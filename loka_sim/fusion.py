@@ -2,7 +2,8 @@
 
 torch.compile's rule: two loops become one where they run over the same elements and share a buffer, read in the same
 order, unless something between them cannot join. A reduction along memory joins with loops over its input or over its
-result; one across memory (the gradient of a bias) only with its like, unless its results are so many that it is not cut into parts. GEMMs, library calls and fills stay alone.
+result; one across memory (the gradient of a bias) only with its like, unless its results are so many that it is not cut into
+parts. GEMMs, library calls and fills stay alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from loka_sim.loops import ACROSS, FETCHED, Lowered, Scheduled
+from perfmodel.attention import KINDS as ATTENTION
 from perfmodel.memory_plan import stages
 
 MOST_FUSED = 64  # torch._inductor.config.max_fusion_size
@@ -23,8 +25,8 @@ UNSAID = {"convert_element_type", "full", "input", "lookup_seed", ""}
 IN_REDUCTIONS = {"column_scale", "column_scale_rounded"}  # once a tile elsewhere
 COUNTED = {"rescale", "rescale_rounded"}  # of several in one kernel each is computed: `rescale*2`
 NEIGHBOURS = 4  # of the readers of one buffer, how many later ones each is tried with
-ALONE = ("gemm", "external", "gather", "fill", "place", "copy")
-PRECEDENCE = ("row", "column", "scatter", "gather", "external", "fill", "copy")  # the first that a loop of it is
+ALONE = ("gemm", "external", "gather", "fill", "place", "copy", *ATTENTION)
+PRECEDENCE = ("row", "column", "scatter", "gather", "external", "fill", "copy", *ATTENTION)  # the first that a loop of it is
 
 
 class RawGroup(NamedTuple):

@@ -188,7 +188,8 @@ class Fused:
     Attributes:
         phase: `forward` or `backward`.
         kind: `pointwise`, `gather` (pointwise, rows looked up), `row` (reduces along memory), `column` (reduces across
-            it), `both` (reduces the same elements both ways), `scatter` (adds at indices), `fill`, `external` (a library's own).
+            it), `both` (reduces the same elements both ways), `scatter` (adds at indices), `fill`, `external` (a library's own),
+            `attention` and `attention_backward` (torch's own, whose label says the sizes: `perfmodel.attention.label_of`).
         label: The aten operators in it.
         kept: Elements of its result's iteration space.
         reduced: Elements reduced for each of them; 1 for none.

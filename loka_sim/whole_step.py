@@ -23,6 +23,7 @@ from loka_sim.loops import ADDED
 from loka_sim.modelspec import PASSES, Dim, Fused, ModelSpec, Table
 from loka_sim.quantized_loops import FP64, RESCALE, ROUNDED
 from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE, Piece
+from perfmodel import attention
 from perfmodel import hardware as hardware_module
 from perfmodel.in_step import BATCHED, GEMMS, family, is_across, is_counted
 from perfmodel.kernels import KERNELS
@@ -183,6 +184,10 @@ def others(kernels: Iterable[Fused], batch: int, model: FusedModel) -> list[Othe
         sizes = zip(kernels, rows["kept"], rows["unordered_bytes"], strict=True)
         ends = _in_step(model.in_step, [family(kernel.kind, kernel.label, *size) for kernel, *size in sizes], moved, ends)
         ends = ends * model.elsewhere(rows)[:, None]
+    attends = attention.load(model.hardware)
+    for index, kernel in enumerate(kernels):
+        if kernel.kind in attention.KINDS and attends is not None:
+            ends[index], measured[index] = attends.times(kernel.kind, kernel.label, int(rows["kept"][index])), True
     adds = np.array([kernel.label == INDEX_ADD for kernel in kernels])
     if adds.any():
         read, written = (np.array(rows[name], dtype=float)[adds] for name in ("read_bytes", "written_bytes"))

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from loka_sim.capture import twin
+from loka_sim.capture.attention import FusedAttention
 from loka_sim.capture.calls import Calls
 from loka_sim.capture.fit import fit_fused, fit_sites, said
 from loka_sim.capture.record import Recorder, storage
@@ -42,7 +43,8 @@ def capture(
     """Record every GEMM of a model's forward and backward, its other kernels, its embedding tables and its parameters.
 
     The model may lie on any device, `meta` among them; it is neither run nor changed: twins of it and of its inputs,
-    with shapes and no data, are. Attention is captured as the products that it is made of.
+    with shapes and no data, are. Attention by `scaled_dot_product_attention` is one kernel where torch has one for its
+    operands (see `attention`), else the products that it is made of.
 
     Args:
         model: The module, in training mode or not.
@@ -154,6 +156,7 @@ def _run(
         stack.enter_context(_hooks(copy, recorder, calls))
         stack.enter_context(recorder)
         stack.enter_context(calls)
+        stack.enter_context(FusedAttention())
         try:
             outputs = twin.call(copy, arguments)
             scalar = loss(outputs) if loss else twin.total(outputs)

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from loka_sim.capture.operators import (
+    ATTENTION,
     BAGS,
     CONSTANT,
     EXTERNAL,
@@ -39,6 +40,7 @@ from loka_sim.capture.operators import (
     value_of,
 )  # fmt: skip
 from loka_sim.loops import ACROSS, ADDED, FETCHED, Access, Lowered, Reads, Scheduled
+from perfmodel.attention import FORWARD, label_of
 
 # torch._inductor.config, alike in torch 2.11 and 2.13: realize_reads_threshold, realize_opcount_threshold,
 # realize_acc_reads_threshold, and the inputs up to which a concatenation is computed where it is used.
@@ -189,6 +191,8 @@ class Lowering:
             self._scatter(node, name)
         elif name in BAGS:
             self._bag(node, name)
+        elif name in ATTENTION:
+            self._attention(node, ATTENTION[name])
         elif name == "cat":
             self._cat(node, value)
         elif name in EXTERNAL or not isinstance(value, torch.Tensor):
@@ -342,6 +346,23 @@ class Lowering:
         self._schedule(name, kind, (rows * table.shape[-1], 1), reads, made)
         if kind == "scatter":
             self.result.scheduled[-1].writes[made[0]] = moved
+
+    def _attention(self, node: fx.Node, kind: str) -> None:
+        """Queries, keys and values, and backward the result, its sums and its gradient; the kernel's name says its sizes."""
+        reads: Reads = {}
+        for view, _ in self._inputs(node):
+            self._realize(view)
+            for key, access in self._reads(view).items():
+                _add(reads, key, Access(access.read_bytes, False))
+        first = 0 if kind == FORWARD else 1  # behind the result's gradient
+        query, key = (value_of(node.args[place]) for place in (first, first + 1))  # type: ignore[arg-type]
+        arguments: tuple[Any, ...] = (*node.args, *(0.0, False)[max(len(node.args) - 3, 0) :])
+        causal = bool(arguments[4] if kind == FORWARD else arguments[11])
+        samples, heads, queries, features = query.shape
+        keys = key.shape[2]
+        label = label_of(queries, keys, features, causal)
+        seen = (keys + 1) // 2 if causal else keys
+        self._schedule(label, kind, (samples * heads * queries, seen * features), reads, self._made(node))
 
     def _scatter(self, node: fx.Node, name: str) -> None:
         """A destination that is written first, then added to at indices."""

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from loka_sim.loops import ACROSS, TURNED
+from perfmodel.attention import BACKWARD, FORWARD
 
 WHOLE_VIEWS = set("view reshape _unsafe_view unsqueeze squeeze alias detach lift_fresh squeeze_dims permute transpose t".split())
 OTHER_VIEWS = set("select slice split split_with_sizes as_strided diagonal unbind unfold narrow expand getitem".split())
@@ -35,6 +36,8 @@ BAGS = {
     "_embedding_bag_dense_backward": ("scatter", (0, 1, 2), 1),
     "embedding_dense_backward": ("scatter", (0, 1), 1),
 }
+# Attention that torch runs as kernels of its own.
+ATTENTION = {"_scaled_dot_product_flash_attention": FORWARD, "_scaled_dot_product_flash_attention_backward": BACKWARD}
 
 
 def value_of(node: fx.Node) -> Any:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from loka_sim.capture import twin
+from loka_sim.capture.attention import FusedAttention
 from loka_sim.capture.calls import MOVES, plain
 from loka_sim.capture.lowering import lower
 from loka_sim.loops import Lowered
@@ -168,6 +169,7 @@ def _traced(
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(FusedAttention())
         decompositions = select_decomp_table()
         stack.enter_context(_with_gradients())
         copy = _marked_tables(twin.hollow_module(model, "meta")).to(DTYPE)

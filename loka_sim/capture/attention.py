@@ -1,0 +1,37 @@
+"""`scaled_dot_product_attention` as the kernels that torch runs on a GPU for it, where it has them for these operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from perfmodel.attention import MOST_FEATURES, VECTOR
+
+FUSED = torch.ops.aten._scaled_dot_product_flash_attention.default
+
+
+class FusedAttention(TorchFunctionMode):
+    """Calls torch's fused attention for what it takes; with a mask, say, attention is left to be taken apart."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a torch function; attention by the operator that has no products in it."""
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+            operands = named["query"], named["key"], named["value"]
+            if fits(*operands) and named.get("attn_mask") is None and not named.get("enable_gqa"):
+                dropout, causal = named.get("dropout_p", 0.0), named.get("is_causal", False)
+                return FUSED(*operands, dropout, causal, False, scale=named.get("scale"))[0]
+        return func(*args, **kwargs)
+
+
+def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether torch has kernels for these: samples, heads, tokens, features."""
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return False
+    features = query.shape[-1]
+    alike = key.shape == value.shape and query.shape[:2] == key.shape[:2] and key.shape[-1] == features
+    return alike and features % VECTOR == 0 and features <= MOST_FEATURES
