@@ -3,9 +3,10 @@
     python benchmarks/step_kernels.py profiles/*.json --out data/h200/step_kernels.parquet
 
 Takes what `benchmarks/step_profile.py` wrote, of one step the last. A fused kernel is the predicted one over the same elements
-whose bytes are closest, if they are within a quarter, that multiplies scales behind a GEMM, rotates or draws random numbers, and puts parts together if
-it does; second stages of sums over rows are added to their first. GEMMs go with those of the specification that they are least
-apart from (`paired_gemms`). What finds no partner is left out; the share of the time that did is printed.
+whose bytes are closest, if they are within a quarter, that multiplies scales behind a GEMM, rotates or draws random numbers, and
+puts parts together or looks rows up if it does; second stages of sums over rows are added to their first. GEMMs go with those of
+the specification that they are least apart from (`paired_gemms`). What finds no partner is left out; the share of the time that
+did is printed.
 
     python benchmarks/step_kernels.py --recount --out data/h200/step_kernels.parquet
 
@@ -40,7 +41,7 @@ from loka_sim.whole_step import batched_products, described, launched, log_loss,
 from perfmodel import hardware
 from perfmodel.fused import COLUMNS, baseline_us
 from perfmodel.hardware import DEFAULT
-from perfmodel.in_step import VECTOR, family, is_counted
+from perfmodel.in_step import RESCALES, VECTOR, is_counted
 from perfmodel.kernels import KERNELS
 
 CLOSE = 0.25  # of the logarithm of the bytes
@@ -83,7 +84,8 @@ def measured_kernels(profile: dict[str, Any]) -> pd.DataFrame:
             {
                 "kind": kind, "table": table and kind != "scatter", "kept": kept, "reduced": reduced, "bytes": read + written,
                 "written": written, "rescales": _rescales(row["operators"]), "slow": bool(operators & SLOW),
-                "placed": looks_up if kind == "row" else kind == "pointwise" and bool(operators & PLACED), "us": row["median_us"], "left": row["launches"],
+                "placed": looks_up if kind == "row" else kind == "pointwise" and bool(operators & PLACED),
+                "us": row["median_us"], "left": row["launches"],
             }
         )  # fmt: skip
     return pd.DataFrame(found, columns=list(MEASURED)).sort_values("us", ascending=False, ignore_index=True)
@@ -149,7 +151,7 @@ def _known(kernel: Fused, batch: int) -> dict[str, Any]:
     operators = set(kernel.label.split())
     return {
         **described(kernel, batch), "left": float(kernel.count), "table": kernel.label == TABLE, "label": kernel.label,
-        "rescales": family(kernel.kind, kernel.label, 1, 0) == "rescale", "slow": bool(operators & SLOW),
+        "rescales": any(operator.partition("*")[0] in RESCALES for operator in operators), "slow": bool(operators & SLOW),
         "placed": bool(operators & (LOOKS_UP if kernel.kind in REDUCES else PLACED)) and kernel.kind in ("pointwise", *REDUCES),
     }  # fmt: skip
 

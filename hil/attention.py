@@ -62,7 +62,6 @@ def attention_cases(number: int = 110, seed: int = 1) -> Iterator[tuple[str, int
         yield BACKWARD + sizes, queries, reduced, 5 * size + sums, 3 * size, gradients
 
 
-
 def tabulated(rows: list[dict[str, Any]]) -> pandas.DataFrame:
     """Timed calls, a row each: kind, groups (samples times heads), queries, keys, features, causal, `p50_us`."""
     found = []

@@ -47,7 +47,9 @@ def sizes_of(label: str) -> tuple[int, int, int, bool]:
     sizes, _, causal = rest.partition(":")
     numbers = [int(size) for size in sizes.split("x") if size.isdigit()]
     if what != FORWARD or len(numbers) != 3 or causal not in ("", "causal"):
-        raise ValueError(f"{label!r} names no attention; write it as attention:QUERIESxKEYSxFEATURES, with :causal behind it if so")
+        raise ValueError(
+            f"{label!r} names no attention; write it as attention:QUERIESxKEYSxFEATURES, with :causal behind it if so"
+        )
     return numbers[0], numbers[1], numbers[2], bool(causal)
 
 

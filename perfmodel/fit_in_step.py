@@ -57,6 +57,7 @@ ROUNDS = 8
 SHARED_WEIGHT = 0.5  # of steps that ran beside other work on the machine
 STEP_WEIGHT = 30.0  # of a step's kernels in the trees of fused ones, together; one timed alone counts 1
 MOST_LONGER = 2.0  # than trees and curves say that know no step's
+FIELDS = 256  # elements that a sum across memory over fields, or over what a user saw before, adds up at most
 SMALL_US = 25.0  # batched products of which what is not their kernel is a share to be seen
 LEAST_OFF, MOST_OFF = 0.03, 0.5  # of a family that one kind of model has alone nothing can be said without it
 STEP = ["model", "batch", "variant"]
@@ -83,7 +84,8 @@ def with_steps(rows: pd.DataFrame, table: pd.DataFrame, factor: Array, alone: Ar
     # Of those that multiply scales, only what does little else is told from others by its bytes.
     known = np.isin(families, FUSED) | ((families == "rescale") & (table["kind"] == "pointwise").to_numpy())
     # What takes that much longer is hardly the kernel that was predicted, but one of as many bytes that computes more.
-    mine = known & ((us < MOST_LONGER * alone) | (table["kind"] == "column").to_numpy())
+    fields = ((table["kind"] == "column") & (table["reduced"] <= FIELDS)).to_numpy()  # of which none was timed alone
+    mine = known & ((us < MOST_LONGER * alone) | fields)
     kernels = _fused(table[mine])
     share = (kernels["us"] * kernels["launches"] / kernels["step_us"]).to_numpy(dtype=float)
     added = kernels[list(fused.COLUMNS)].assign(p50_us=us[mine], weight=STEP_WEIGHT * share)

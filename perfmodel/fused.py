@@ -47,6 +47,7 @@ INSTRUCTIONS = {
     "random": 116,
     "rescale": 80, "column_scale": 40, "rescale_rounded": 125, "column_scale_rounded": 62,
 }  # fmt: skip
+BOUND = 1.5  # octaves that computing takes longer than moving, from which on only how much there is to compute counts
 AGAIN = 3.0  # a middling value: reductions of 64 to 512 elements took 2 to 10 times their bytes across memory more
 HELD = 64  # elements of an uneven row that torch.compile holds at once (`InductorChoices.should_use_persistent_reduction`, 2.11)
 TILES_TBS = 5.0
@@ -120,6 +121,7 @@ def features(rows: Rows, hardware: HardwareSpec) -> tuple[list[str], Array]:
     )
     moved = np.maximum(read + written, 1.0)
     kind = _kinds(rows)
+    computing = _computing_us(rows, hardware) * hardware.copy_bandwidth_tbs * 1e6 / moved
     columns: dict[str, Array] = {
         "log2_bytes": np.log2(moved),
         "log2_kept": np.log2(np.maximum(kept, 1.0)),
@@ -129,7 +131,7 @@ def features(rows: Rows, hardware: HardwareSpec) -> tuple[list[str], Array]:
         "unordered_share": unordered / moved,
         "l2_share": np.log2(moved / hardware.l2_bytes),
         "uneven": _numbers(rows, "uneven"),
-        "log2_computing": np.log2(_computing_us(rows, hardware) * hardware.copy_bandwidth_tbs * 1e6 / moved + 1e-3),
+        "log2_computing": np.minimum(np.log2(computing + 1e-3), BOUND),
         **{name: (kind == name).astype(np.float64) for name in KINDS},
     }
     # Rounded, so that no tree splits between kernels that are alike: a vector more or less is no other kernel.

@@ -37,6 +37,7 @@ FUSED = (
 )  # fmt: skip
 """Families of fused kernels that have a curve."""
 RESCALES = {"rescale", "rescale_rounded"}
+COMPUTES = {*RESCALES, "random"}
 """Operators that take a kernel longer to compute than its bytes to move: where these lie is no matter, and it has no curve."""
 GEMMS = ("gemm_bf16", "gemm_fp8")
 BATCHED = "torch/bf16_batched"
@@ -64,7 +65,7 @@ def family(kind: str, label: str, kept: int, unordered_bytes: int) -> str:
     found, operators = _OF_KIND.get(kind, ""), set(label.split())
     if found == "scatter" and unordered_bytes:
         return "scatter_turned" if unordered_bytes > SECTOR_BYTES * kept else "scatter_strided"
-    if RESCALES & {operator.partition("*")[0] for operator in operators}:
+    if COMPUTES & {operator.partition("*")[0] for operator in operators}:
         return "rescale"
     # A softmax, too, looks at magnitudes (whether all are finite: torch 2.13).
     quantizes = "cast" in operators or ({"abs", "amax"} <= operators and "any" not in operators)

@@ -17,6 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from loka_sim.capture.operators import ATTENTION
+
 aten = torch.ops.aten
 # Position of the left operand among the arguments.
 GEMMS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
@@ -203,6 +205,8 @@ class Recorder(TorchDispatchMode):
         name = packet.__name__
         if packet in GEMMS and result.is_floating_point():
             self._gemm(packet, args, result)
+        elif name in ATTENTION:
+            pass  # kernels beside the GEMMs
         elif packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
             kind = f"{name} of {result.dtype}".replace("torch.", "") if packet in GEMMS else name  # complex, or whole numbers
