@@ -3,7 +3,7 @@
     python -m hil.fused attention --out runs/attention
     python -m hil.attention runs/attention/fused.json --out data/h200/attention.parquet
 
-torch runs each call as kernels of its own. Sizes are drawn: sequences of recommenders, whole and causal, of few tokens and of many.
+torch runs each call as kernels of its own. Sizes are drawn: sequences of recommenders, whole and causal, of few tokens and many.
 """
 
 from __future__ import annotations

@@ -45,6 +45,8 @@ from perfmodel.attention import FORWARD, label_of
 # torch._inductor.config, alike in torch 2.11 and 2.13: realize_reads_threshold, realize_opcount_threshold,
 # realize_acc_reads_threshold, and the inputs up to which a concatenation is computed where it is used.
 MOST_READS, MOST_OPERATIONS, MOST_READS_AT_ALL, MOST_JOINED = 4, 30, 8, 8
+# torch._inductor.config.unroll_reductions_threshold: shorter reductions are no loops (`Reduction.create`).
+UNROLLED_BELOW, UNROLLED = 8, set("sum mean amax amin prod any all".split())
 SECTOR_BYTES = 32  # what a GPU fetches at least
 # torch._inductor.config.padding_stride_threshold, and padding_alignment_bytes: longer rows begin at a multiple.
 PADDED_FROM, PADDED_TO_BYTES = 1024, 128
@@ -186,7 +188,10 @@ class Lowering:
         elif name in GEMMS and not self._outer(node, name):
             self._library(node, "gemm")
         elif name in REDUCTIONS and self._input(node) is not None and not self._elementwise(node, value):
-            self._reduction(node, name)
+            if name in UNROLLED and 1 < self._input(node).numel() // max(value.numel(), 1) < UNROLLED_BELOW:
+                self._unrolled(node, name)
+            else:
+                self._reduction(node, name)
         elif name in SCATTERS:
             self._scatter(node, name)
         elif name in BAGS:
@@ -270,6 +275,23 @@ class Lowering:
         """Write what several uses would each have to compute from many reads."""
         if len(node.users) > 1 and (len(view.root.reads) > MOST_READS or len(view.root.computed) > MOST_OPERATIONS):
             self._realize(view)
+
+    def _unrolled(self, node: fx.Node, name: str) -> None:
+        """A reduction of few elements: computed where its result is used, from all of them."""
+        value = value_of(node)
+        root = self._root(value, name)
+        root.operators = frozenset({name})
+        (view,) = self._all(node.args[0])  # type: ignore[arg-type]
+        count = self._input(node).numel() // value.numel()
+        for number in range(count):
+            for (buffer, part), access in self._reads(view).items():  # all parts together are fetched once
+                each = f"{part.replace(FETCHED, '.')}/{count}{FETCHED}{number}"
+                _add(root.reads, (buffer, each), Access(access.read_bytes, False, access.turned))
+            root.computed |= {("", (node, number))}
+            _inline(root, replace(view, part=f"{view.part}{node.name}.{number}"))
+        self._views[node] = view = _View(root, "", root.numel, True)
+        self._used_often(node, view)
+        self._gathered_much(view)
 
     def _reduction(self, node: fx.Node, name: str) -> None:
         source = self._input(node)

@@ -116,7 +116,7 @@ def _claim(graph: fx.GraphModule, device: str) -> None:
 def _with_gradients() -> Iterator[None]:
     """Composite operators are taken apart on meta as on any other device.
 
-    torch.compile's decompositions register kernels for meta of some (prelu, relu6, var, nll_loss, where, ...: torch 2.11 and 2.13)
+    torch.compile's decompositions register kernels for meta of some (prelu, relu6, var, nll_loss, where, ...: torch 2.11, 2.13)
     that have no gradient of their own: run whole by such a kernel they would end the backward, silently.
     """
     meta, set_aside = torch._C.DispatchKey.Meta, dict[Any, Any]()

@@ -333,3 +333,20 @@ def test_a_device_written_in_the_model_does_not_cost_the_whole_step(device):
     fixed, usual = capture(Positions(device), x), capture(Positions(), x)
     assert not fixed.untraced
     assert (fixed.fused, fixed.loops) == (usual.fused, usual.loops)
+
+
+def test_a_sum_over_few_experts_is_no_loop():
+    """torch.compile unrolls reductions of under eight elements (`unroll_reductions_threshold`) into what uses them."""
+
+    class Experts(nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.experts, self.out = nn.Parameter(torch.empty(number, 64, 128)), nn.Linear(128, 8, bias=False)
+
+        def forward(self, x):
+            return self.out(torch.tanh(torch.matmul(x, self.experts)).sum(0))
+
+    y = 2 * B * 128
+    few, many = (found(Experts(number), torch.randn(B, 64)) for number in (4, 8))
+    assert [kernel for kernel in few if kernel[0] == "forward"] == [("forward", "pointwise", 4 * y, y, 0)]
+    assert [kernel for kernel in many if kernel[0] == "forward"] == [("forward", "column", 8 * y, y, 0)]

@@ -1,0 +1,68 @@
+"""Attention as torch's own kernels, where it has some, and as products where it has none."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from loka_sim.capture import capture
+from loka_sim.whatif import whatif
+
+B, HEADS, TOKENS, FEATURES = 16, 4, 50, 16
+WIDTH = HEADS * FEATURES
+
+
+class Attention(nn.Module):
+    """Heads over tokens."""
+
+    def __init__(self, features=FEATURES, causal=False, masked=False):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * HEADS * features), nn.Linear(HEADS * features, 8)
+        self.causal, self.masked = causal, masked
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        mask = torch.zeros(TOKENS, TOKENS, device=x.device, dtype=x.dtype) if self.masked else None
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal)
+        return self.out(found.transpose(1, 2).flatten(2))
+
+
+def captured(model):
+    return capture(model, torch.randn(B, TOKENS, WIDTH))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_it_is_one_kernel_forward_and_one_entry_backward(causal):
+    spec = captured(Attention(causal=causal))
+    assert not spec.untraced and not spec.unaccounted and [site.name for site in spec.sites] == ["qkv", "out"]
+    forward, backward = (kernel for kernel in spec.fused if kernel.kind.startswith("attention"))
+    assert (forward.phase, forward.kind, backward.phase, backward.kind) == (
+        "forward",
+        "attention",
+        "backward",
+        "attention_backward",
+    )
+    name = f"attention:{TOKENS}x{TOKENS}x{FEATURES}" + causal * ":causal"
+    assert forward.label == backward.label == name
+    queries, size = HEADS * TOKENS, 2 * HEADS * TOKENS * FEATURES  # bytes of one operand in bf16
+    assert forward.kept.per_batch == backward.kept.per_batch == queries
+    assert forward.reduced.const == (TOKENS // 2 if causal else TOKENS) * FEATURES
+    assert forward.read_bytes.per_batch == 3 * size and forward.written_bytes.per_batch == size + 4 * queries
+    assert backward.read_bytes.per_batch == 5 * size + 4 * queries and backward.written_bytes.per_batch == 3 * size
+
+
+@pytest.mark.parametrize(
+    "options", [{"masked": True}, {"features": 4}, {"features": 160}], ids=["a mask", "few features", "many features"]
+)
+def test_what_torch_has_no_such_kernel_for_is_products(options):
+    spec = captured(Attention(**options))
+    assert not spec.untraced and len(spec.sites) == 4 and not any(kernel.kind.startswith("attention") for kernel in spec.fused)
+
+
+def test_its_time_is_in_the_whole_step():
+    spec = captured(Attention(causal=True))
+    found = [other for other in whatif(spec, batch=4096).others if other.kind.startswith("attention")]
+    assert len(found) == 2 and all(other.measured and other.time.low_us < other.time.us < other.time.high_us for other in found)
+    # No faster than its bytes, read and written once; tiles of 128 queries are filled by 50, and by 16 features of 64.
+    for other in found:
+        assert 1 < other.time.us / (other.moved_bytes / 4.4e6) < 20
