@@ -38,21 +38,21 @@ H100 = {
 def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Data of two GPUs in place of what ships: the H200's, and an H100 of which a specification and GEMMs alone are known."""
     from loka_sim import whole_step
-    from perfmodel import memory_costs
+    from perfmodel import attention, memory_costs
 
     shipped, folder = data_folder() / "h200", tmp_path / "two_gpus"
     (folder / "h100" / "models").mkdir(parents=True)
     (folder / "h200").symlink_to(shipped)
     (folder / "h100" / "hardware.json").write_text(json.dumps(H100))
     for path in (shipped / "models").iterdir():
-        if not path.name.startswith(("fused", "in_step", "manifest")):
+        if not path.name.startswith(("fused", "in_step", "manifest", "attention")):
             (folder / "h100" / "models" / path.name).symlink_to(path)
     manifest = json.loads((shipped / "models" / "manifest.json").read_text())
     (folder / "h100" / "models" / "manifest.json").write_text(json.dumps({**manifest, "hardware": "h100"}))
     (folder / "h100" / "memory_costs.json").symlink_to(shipped / "memory_costs.json")
-    for name in ("hardware", "in_step", "fused", "collectives", "saved", "memory_costs"):
+    for name in ("attention", "hardware", "in_step", "fused", "collectives", "saved", "memory_costs"):
         monkeypatch.setattr(importlib.import_module(f"perfmodel.{name}"), "data_folder", lambda: folder)
-    caches = (whole_step._times, whole_step._gemms_of, memory_costs.known)
+    caches = (whole_step._times, whole_step._gemms_of, memory_costs.known, attention.load)
     for cache in caches:
         cache.cache_clear()
     yield folder
