@@ -145,6 +145,10 @@ def _explain(error: Any) -> str:
         return f"{at}{_short(error.instance)} is not one of {', '.join(map(str, limit))}; write one of them"
     if rule == "minimum":
         return f"{at}{error.instance} is less than {limit}; write {limit} or more"
+    if rule == "pattern" and field.endswith(".label"):
+        return (
+            f"{at}{_short(error.instance)} names no attention; write attention:QUERIESxKEYSxFEATURES, and :causal behind it if so"
+        )
     if rule == "pattern":
         return f"{at}{_short(error.instance)} is no dimension; write an integer, 'batch', '26*batch' or '3*batch+1'"
     if rule == "minLength":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -16,16 +17,30 @@ FUSED = torch.ops.aten._scaled_dot_product_flash_attention.default
 class FusedAttention(TorchFunctionMode):
     """Calls torch's fused attention for what it takes; with a mask, say, attention is left to be taken apart."""
 
+    def __enter__(self) -> FusedAttention:
+        """Also inside torch's own functions, as `multi_head_attention_forward`, where a mode does not look."""
+        functional.scaled_dot_product_attention = _attended
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """As it was."""
+        super().__exit__(*error)
+        functional.scaled_dot_product_attention = scaled_dot_product_attention
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a torch function; attention by the operator that has no products in it."""
-        kwargs = kwargs or {}
-        if func is scaled_dot_product_attention:
-            named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
-            operands = named["query"], named["key"], named["value"]
-            if fits(*operands) and named.get("attn_mask") is None and not named.get("enable_gqa"):
-                dropout, causal = named.get("dropout_p", 0.0), named.get("is_causal", False)
-                return FUSED(*operands, dropout, causal, False, scale=named.get("scale"))[0]
-        return func(*args, **kwargs)
+        return (_attended if func is scaled_dot_product_attention else func)(*args, **(kwargs or {}))
+
+
+def _attended(*args: Any, **kwargs: Any) -> torch.Tensor:
+    named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+    operands = named["query"], named["key"], named["value"]
+    if named.get("attn_mask") is not None or named.get("enable_gqa") or not fits(*operands):
+        return scaled_dot_product_attention(*args, **kwargs)
+    dropout, causal = named.get("dropout_p", 0.0), named.get("is_causal", False)
+    result: torch.Tensor = FUSED(*operands, dropout, causal, False, scale=named.get("scale"))[0]
+    return result
 
 
 def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:

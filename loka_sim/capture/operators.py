@@ -20,13 +20,13 @@ GATHERS = {"embedding": 0, "index": 0, "index_select": 0, "gather": 0, "_unsafe_
 SCATTERS = set(
     "index_put _unsafe_index_put _unsafe_masked_index_put_accumulate scatter_add scatter scatter_reduce index_put_".split()
 )
-FILLS = set("full zeros ones empty new_zeros new_full new_ones full_like zeros_like ones_like new_empty".split())
+FILLS = set("full zeros ones empty new_zeros new_full new_ones full_like zeros_like ones_like new_empty seeds".split())
 # Written where they are made: every use must see the same numbers (`inductor_random` is written, torch 2.11 and 2.13).
-RANDOM = set("random rand randn rand_like randn_like randint bernoulli".split())
+RANDOM = set("seeds random rand randn rand_like randn_like randint bernoulli".split())
 # Library calls and scans: their operands must be there, their result is written, nothing fuses into them.
 EXTERNAL = set(
     "index_add sort topk cumsum cumprod nonzero convolution convolution_backward unique _unique2 searchsorted bucketize "
-    "multinomial max_pool2d_with_indices avg_pool2d repeat_interleave masked_scatter seeds".split()
+    "multinomial max_pool2d_with_indices avg_pool2d repeat_interleave masked_scatter".split()
 )
 # Look-ups and their gradients that are library calls: kind, and positions of what is read whole and of the ids.
 BAGS = {

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from loka_sim.capture import capture
+from loka_sim.errors import UserError
+from loka_sim.modelspec import load, save
 from loka_sim.whatif import whatif
 
 B, HEADS, TOKENS, FEATURES = 16, 4, 50, 16
@@ -57,6 +59,25 @@ def test_it_is_one_kernel_forward_and_one_entry_backward(causal):
 def test_what_torch_has_no_such_kernel_for_is_products(options):
     spec = captured(Attention(**options))
     assert not spec.untraced and len(spec.sites) == 4 and not any(kernel.kind.startswith("attention") for kernel in spec.fused)
+
+
+def test_torchs_own_layers_attend_so_too():
+    before = F.scaled_dot_product_attention
+    spec = captured(nn.TransformerEncoderLayer(WIDTH, HEADS, 128, dropout=0.1, batch_first=True))
+    assert not spec.untraced and F.scaled_dot_product_attention is before
+    assert [kernel.kind for kernel in spec.fused if kernel.kind.startswith("attention")] == ["attention", "attention_backward"]
+    assert all(site.passes["output"].groups.at(B) == 1 for site in spec.sites)
+
+
+def test_a_file_holds_it_and_a_name_that_says_no_sizes_is_refused(tmp_path):
+    spec = captured(Attention(causal=True))
+    save(spec, tmp_path / "spec.json")
+    assert load(tmp_path / "spec.json") == spec
+    (tmp_path / "spec.json").write_text(
+        (tmp_path / "spec.json").read_text().replace('"attention:50x50x16:causal"', '"attention:50"')
+    )
+    with pytest.raises(UserError, match=r"label: 'attention:50' names no attention; write attention:QUERIESxKEYSxFEATURES"):
+        load(tmp_path / "spec.json")
 
 
 def test_its_time_is_in_the_whole_step():
