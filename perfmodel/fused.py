@@ -41,10 +41,10 @@ LAUNCH_US = 1.0
 INSTRUCTIONS = {
     "exp": 10, "exp2": 10, "sigmoid": 11, "silu": 11, "div": 8, "reciprocal": 8, "tanh": 17, "erf": 30, "gelu": 30, "log": 28,
     "log1p": 28, "softplus": 38, "sin": 28, "cos": 30, "pow": 58, "_softmax": 10,
-    # A row's and a column's scale found in FP64, and rounded to powers of two: kernels that do nothing else took 3.1 and 4.8 us
-    # a million elements (steps of dcnv2-production and of wukong at other widths). A column's alone: half of it.
     # A random number: two kernels of 8 and 17 million elements that drop some out, 3.6 us a million (a step of DeepFM).
     "random": 116,
+    # A row's and a column's scale found in FP64, and rounded to powers of two: kernels that do nothing else took 3.1 and 4.8 us
+    # a million elements (steps of dcnv2-production and of wukong at other widths). A column's alone: half of it.
     "rescale": 80, "column_scale": 40, "rescale_rounded": 125, "column_scale_rounded": 62,
 }  # fmt: skip
 BOUND = 1.5  # octaves that computing takes longer than moving, from which on only how much there is to compute counts
