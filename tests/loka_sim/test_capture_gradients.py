@@ -16,11 +16,11 @@ CALLS = {
     "dropout": lambda x: F.dropout(x, 0.1),
     "alpha dropout": lambda x: F.alpha_dropout(x, 0.1, training=True),
     "a number where negative": lambda x: torch.where(x > 0, x, 0.5),
-    "deviation": lambda x: x / x.std(-1, keepdim=True),
-    "variance": lambda x: x * x.var(-1, keepdim=True),
+    "deviation": lambda x: x.detach() / x.std(-1, keepdim=True),
+    "variance": lambda x: x.detach() * x.var(-1, keepdim=True),
     "rms norm": lambda x: F.rms_norm(x, (16,)),
-    "distance": lambda x: x * F.pairwise_distance(x, x.detach() + 1).unsqueeze(-1),
-    "triplet": lambda x: x * F.triplet_margin_loss(x, x.detach() + 1, x.detach() - 1),
+    "distance": lambda x: x.detach() * F.pairwise_distance(x, x.detach() + 1).unsqueeze(-1),
+    "triplet": lambda x: x.detach() * F.triplet_margin_loss(x, x.detach() + 1, x.detach() - 1),
     "attention": lambda x: F.scaled_dot_product_attention(*x.view(-1, 1, 2, 8).expand(3, -1, -1, -1, -1)).reshape(-1, 16),
 }
 
