@@ -29,11 +29,12 @@ Made = tuple[nn.Module, tuple[Tensor, ...]]
 _WIDTHS = ((512, 256), (1024, 512), (1024, 1024, 512), (2048, 2048, 1024))
 
 
-def _ids(*size: int) -> Tensor:
+def ids_of(*size: int) -> Tensor:
+    """Rows of a table."""
     return torch.randint(TABLE_ROWS, size)
 
 
-def _mlp(sizes: tuple[int, ...], *between: type[nn.Module], dropout: float = 0.0) -> nn.Sequential:
+def mlp(sizes: tuple[int, ...], *between: type[nn.Module], dropout: float = 0.0) -> nn.Sequential:
     """Linear layers, each but the last with these modules behind it; a norm is given its width."""
     layers: list[nn.Module] = []
     for number, (inputs, outputs) in enumerate(zip(sizes, sizes[1:], strict=False)):
@@ -44,16 +45,18 @@ def _mlp(sizes: tuple[int, ...], *between: type[nn.Module], dropout: float = 0.0
     return nn.Sequential(*layers)
 
 
-class _Fields(nn.Module):
+class Fields(nn.Module):
     """One table for all fields, whose ids are counted on."""
 
     def __init__(self, fields: int, dim: int) -> None:
+        """So many fields, and elements of a row."""
         super().__init__()
         self.table = nn.Embedding(TABLE_ROWS, dim)
         self.first: Tensor
         self.register_buffer("first", torch.arange(fields) * (TABLE_ROWS // fields))
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Rows of ids, (samples, fields, elements)."""
         return self.table((ids + self.first) % TABLE_ROWS)
 
 
@@ -63,8 +66,8 @@ class _DeepFM(nn.Module):
     def __init__(self, fields: int = 39, dim: int = 40, hidden: tuple[int, ...] = (2048, 2048, 1024)) -> None:
         super().__init__()
         self.fields = fields
-        self.linear, self.embedding = _Fields(fields, 1), _Fields(fields, dim)
-        self.deep = _mlp((fields * dim, *hidden, 1), nn.ReLU, dropout=0.1)
+        self.linear, self.embedding = Fields(fields, 1), Fields(fields, dim)
+        self.deep = mlp((fields * dim, *hidden, 1), nn.ReLU, dropout=0.1)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
@@ -72,7 +75,7 @@ class _DeepFM(nn.Module):
         return self.linear(ids).sum(1) + pairs + self.deep(x.flatten(1))
 
     def inputs(self, batch: int) -> tuple[Tensor, ...]:
-        return (_ids(batch, self.fields),)
+        return (ids_of(batch, self.fields),)
 
 
 class _XDeepFM(nn.Module):
@@ -81,10 +84,10 @@ class _XDeepFM(nn.Module):
     def __init__(self, fields: int = 26, dim: int = 16, maps: tuple[int, ...] = (96, 96), hidden: int = 512) -> None:
         super().__init__()
         self.fields = fields
-        self.embedding = _Fields(fields, dim)
+        self.embedding = Fields(fields, dim)
         before = (fields, *maps)
         self.compress = nn.ModuleList(nn.Linear(b * fields, m) for b, m in zip(before, maps, strict=False))
-        self.deep = _mlp((fields * dim, hidden, hidden, 1), nn.ReLU)
+        self.deep = mlp((fields * dim, hidden, hidden, 1), nn.ReLU)
         self.out = nn.Linear(sum(maps), 1)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -96,7 +99,7 @@ class _XDeepFM(nn.Module):
         return self.out(torch.cat(found, 1)) + self.deep(first.flatten(1))
 
     def inputs(self, batch: int) -> tuple[Tensor, ...]:
-        return (_ids(batch, self.fields),)
+        return (ids_of(batch, self.fields),)
 
 
 class _AutoInt(nn.Module):
@@ -105,7 +108,7 @@ class _AutoInt(nn.Module):
     def __init__(self, fields: int = 39, dim: int = 64, heads: int = 4, width: int = 128, layers: int = 3) -> None:
         super().__init__()
         self.fields = fields
-        self.embedding, self.heads = _Fields(fields, dim), heads
+        self.embedding, self.heads = Fields(fields, dim), heads
         sizes = (dim, *[width] * layers)
         self.qkv = nn.ModuleList(nn.Linear(before, 3 * width, bias=False) for before in sizes[:-1])
         self.residual = nn.ModuleList(nn.Linear(before, width, bias=False) for before in sizes[:-1])
@@ -120,7 +123,7 @@ class _AutoInt(nn.Module):
         return self.out(x.flatten(1))
 
     def inputs(self, batch: int) -> tuple[Tensor, ...]:
-        return (_ids(batch, self.fields),)
+        return (ids_of(batch, self.fields),)
 
 
 class _MMoE(nn.Module):
@@ -129,11 +132,11 @@ class _MMoE(nn.Module):
     def __init__(self, fields: int = 40, dim: int = 32, experts: int = 6, tasks: int = 3, width: int = 768) -> None:
         super().__init__()
         self.fields = fields
-        self.embedding = _Fields(fields, dim)
+        self.embedding = Fields(fields, dim)
         self.first = nn.Parameter(torch.empty(experts, fields * dim, width).uniform_(-0.02, 0.02))
         self.second = nn.Parameter(torch.empty(experts, width, width // 2).uniform_(-0.02, 0.02))
         self.gates = nn.ModuleList(nn.Linear(fields * dim, experts) for _ in range(tasks))
-        self.towers = nn.ModuleList(_mlp((width // 2, 256, 1), nn.ReLU) for _ in range(tasks))
+        self.towers = nn.ModuleList(mlp((width // 2, 256, 1), nn.ReLU) for _ in range(tasks))
 
     def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
         x = self.embedding(ids).flatten(1)
@@ -146,7 +149,7 @@ class _MMoE(nn.Module):
         return tuple(found)
 
     def inputs(self, batch: int) -> tuple[Tensor, ...]:
-        return (_ids(batch, self.fields),)
+        return (ids_of(batch, self.fields),)
 
 
 class _MaskNet(nn.Module):
@@ -155,12 +158,12 @@ class _MaskNet(nn.Module):
     def __init__(self, fields: int = 39, dim: int = 64, blocks: int = 3, width: int = 2048) -> None:
         super().__init__()
         self.fields = fields
-        self.embedding, self.norm, size = _Fields(fields, dim), nn.LayerNorm(dim), fields * dim
-        self.masks = nn.ModuleList(_mlp((size, width, size), nn.ReLU) for _ in range(blocks))
+        self.embedding, self.norm, size = Fields(fields, dim), nn.LayerNorm(dim), fields * dim
+        self.masks = nn.ModuleList(mlp((size, width, size), nn.ReLU) for _ in range(blocks))
         self.hidden = nn.ModuleList(
             nn.Sequential(nn.Linear(size, width, bias=False), nn.LayerNorm(width), nn.ReLU()) for _ in range(blocks)
         )
-        self.out = _mlp((blocks * width, 1024, 1), nn.ReLU)
+        self.out = mlp((blocks * width, 1024, 1), nn.ReLU)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
@@ -168,7 +171,7 @@ class _MaskNet(nn.Module):
         return self.out(torch.cat([hidden(mask(flat) * normed) for mask, hidden in zip(self.masks, self.hidden, strict=True)], 1))
 
     def inputs(self, batch: int) -> tuple[Tensor, ...]:
-        return (_ids(batch, self.fields),)
+        return (ids_of(batch, self.fields),)
 
 
 class _FinalMLP(nn.Module):
@@ -178,9 +181,9 @@ class _FinalMLP(nn.Module):
         super().__init__()
         self.fields = fields
         size = fields * dim
-        self.embedding, self.heads = _Fields(fields, dim), heads
-        self.gates = nn.ModuleList(_mlp((size, 800, size), nn.ReLU) for _ in range(2))
-        self.streams = nn.ModuleList(_mlp((size, width, width, width), nn.BatchNorm1d, nn.ReLU) for _ in range(2))
+        self.embedding, self.heads = Fields(fields, dim), heads
+        self.gates = nn.ModuleList(mlp((size, 800, size), nn.ReLU) for _ in range(2))
+        self.streams = nn.ModuleList(mlp((size, width, width, width), nn.BatchNorm1d, nn.ReLU) for _ in range(2))
         self.left, self.right = nn.Linear(width, 1), nn.Linear(width, 1)
         self.between = nn.Parameter(torch.empty(heads, width // heads, width // heads).uniform_(-0.02, 0.02))
 
@@ -192,7 +195,7 @@ class _FinalMLP(nn.Module):
         return self.left(one) + self.right(other) + pairs
 
     def inputs(self, batch: int) -> tuple[Tensor, ...]:
-        return (_ids(batch, self.fields),)
+        return (ids_of(batch, self.fields),)
 
 
 class _DIN(nn.Module):
@@ -201,8 +204,8 @@ class _DIN(nn.Module):
     def __init__(self, dim: int = 64, hidden: tuple[int, ...] = (512, 256)) -> None:
         super().__init__()
         self.items = nn.Embedding(TABLE_ROWS, dim)
-        self.weigh = _mlp((4 * dim, 128, 64, 1), nn.PReLU)
-        self.deep = _mlp((3 * dim, *hidden, 1), nn.PReLU)
+        self.weigh = mlp((4 * dim, 128, 64, 1), nn.PReLU)
+        self.deep = mlp((3 * dim, *hidden, 1), nn.PReLU)
 
     def forward(self, history: Tensor, lengths: Tensor, item: Tensor) -> Tensor:
         past, now = self.items(history), self.items(item)
@@ -213,7 +216,7 @@ class _DIN(nn.Module):
         return self.deep(torch.cat([interest, now, interest * now], 1))
 
     def inputs(self, batch: int) -> tuple[Tensor, ...]:
-        return _ids(batch, 100), torch.randint(1, 100, (batch,)), _ids(batch)
+        return ids_of(batch, 100), torch.randint(1, 100, (batch,)), ids_of(batch)
 
 
 class _HSTU(nn.Module):
@@ -241,7 +244,7 @@ class _HSTU(nn.Module):
         return (x[:, :-1] * self.items(ids[:, 1:])).sum(-1)
 
     def inputs(self, batch: int) -> tuple[Tensor, ...]:
-        return (_ids(batch, self.length),)
+        return (ids_of(batch, self.length),)
 
 
 class _SASRec(nn.Module):
@@ -254,7 +257,7 @@ class _SASRec(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(2 * layers))
         self.qkv = nn.ModuleList(nn.Linear(dim, 3 * dim) for _ in range(layers))
         self.project = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
-        self.feed = nn.ModuleList(_mlp((dim, 4 * dim, dim), nn.GELU) for _ in range(layers))
+        self.feed = nn.ModuleList(mlp((dim, 4 * dim, dim), nn.GELU) for _ in range(layers))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.items(ids) + self.places
@@ -267,7 +270,7 @@ class _SASRec(nn.Module):
         return (x[:, :-1] * self.items(ids[:, 1:])).sum(-1)
 
     def inputs(self, batch: int) -> tuple[Tensor, ...]:
-        return (_ids(batch, self.length),)
+        return (ids_of(batch, self.length),)
 
 
 class _TwoTower(nn.Module):
@@ -276,8 +279,8 @@ class _TwoTower(nn.Module):
     def __init__(self, dim: int = 64, fields: tuple[int, int] = (20, 12), out: int = 128) -> None:
         super().__init__()
         self.fields = fields
-        self.embeddings = nn.ModuleList(_Fields(number, dim) for number in fields)
-        self.towers = nn.ModuleList(_mlp((number * dim, 2048, 1024, out), nn.ReLU) for number in fields)
+        self.embeddings = nn.ModuleList(Fields(number, dim) for number in fields)
+        self.towers = nn.ModuleList(mlp((number * dim, 2048, 1024, out), nn.ReLU) for number in fields)
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         sides = zip((user, item), self.embeddings, self.towers, strict=True)
@@ -286,7 +289,7 @@ class _TwoTower(nn.Module):
         return F.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
 
     def inputs(self, batch: int) -> tuple[Tensor, ...]:
-        return tuple(_ids(batch, number) for number in self.fields)
+        return tuple(ids_of(batch, number) for number in self.fields)
 
 
 KINDS: dict[str, tuple[Callable[..., Any], dict[str, tuple[Any, ...]]]] = {

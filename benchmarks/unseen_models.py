@@ -1,4 +1,4 @@
-"""More published recommenders, of whose kinds no kernel was ever fitted: to judge predictions of steps by.
+"""More recommenders, seven of them published, of whose kinds no kernel was ever fitted: to judge predictions of steps by.
 
     loka-sim whatif benchmarks.unseen_models:fibinet --batch 4096
     python benchmarks/step_profile.py benchmarks.unseen_models:fibinet
@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from benchmarks.other_models import Made, _Fields, _ids, _mlp
+from benchmarks.other_models import Fields, Made, ids_of, mlp
+from loka_sim.validation.runnable import TABLE_ROWS
 
 BATCHES = {"fibinet": 4096, "ple": 4096, "pnn": 4096, "afm": 2048, "dcnmix": 4096, "bst": 1024, "edcn": 6144, "tagger": 1024}
 """Samples of each function's inputs."""
@@ -25,7 +26,7 @@ class _FiBiNET(nn.Module):
 
     def __init__(self, fields: int = 26, dim: int = 32) -> None:
         super().__init__()
-        self.embedding = _Fields(fields, dim)
+        self.embedding = Fields(fields, dim)
         self.squeeze = nn.Sequential(nn.Linear(fields, 8), nn.ReLU(), nn.Linear(8, fields), nn.ReLU())
         self.plain, self.weighed = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
         left, right = torch.triu_indices(fields, fields, offset=1)
@@ -33,7 +34,7 @@ class _FiBiNET(nn.Module):
         self.right: Tensor
         self.register_buffer("left", left)
         self.register_buffer("right", right)
-        self.deep = _mlp((fields * (fields - 1) * dim, 1024, 512, 1), nn.ReLU)
+        self.deep = mlp((fields * (fields - 1) * dim, 1024, 512, 1), nn.ReLU)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
@@ -49,7 +50,7 @@ class _PLE(nn.Module):
         self, fields: int = 32, dim: int = 24, tasks: int = 2, experts: int = 3, widths: tuple[int, ...] = (768, 512)
     ) -> None:
         super().__init__()
-        self.embedding, self.tasks, self.each = _Fields(fields, dim), tasks, experts
+        self.embedding, self.tasks, self.each = Fields(fields, dim), tasks, experts
         sizes = (fields * dim, *widths)
         self.experts = nn.ModuleList(
             nn.ModuleList(nn.Sequential(nn.Linear(before, after), nn.ReLU()) for _ in range(experts * (tasks + 1)))
@@ -57,7 +58,7 @@ class _PLE(nn.Module):
         )
         self.gates = nn.ModuleList(nn.ModuleList(nn.Linear(before, 2 * experts) for _ in range(tasks)) for before in sizes[:-1])
         self.shared = nn.ModuleList(nn.Linear(before, (tasks + 1) * experts) for before in sizes[:-1])
-        self.towers = nn.ModuleList(_mlp((widths[-1], 256, 1), nn.ReLU) for _ in range(tasks))
+        self.towers = nn.ModuleList(mlp((widths[-1], 256, 1), nn.ReLU) for _ in range(tasks))
 
     def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
         x = self.embedding(ids).flatten(1)
@@ -80,12 +81,12 @@ class _PNN(nn.Module):
 
     def __init__(self, fields: int = 39, dim: int = 32, hidden: int = 1024) -> None:
         super().__init__()
-        self.embedding = _Fields(fields, dim)
+        self.embedding = Fields(fields, dim)
         left, right = torch.triu_indices(fields, fields, offset=1)
         self.places: Tensor
         self.register_buffer("places", left * fields + right)
         size = fields * dim + fields * (fields - 1) // 2
-        self.deep = _mlp((size, hidden, hidden, 1), nn.BatchNorm1d, nn.ReLU, dropout=0.2)
+        self.deep = mlp((size, hidden, hidden, 1), nn.BatchNorm1d, nn.ReLU, dropout=0.2)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
@@ -98,7 +99,7 @@ class _AFM(nn.Module):
 
     def __init__(self, fields: int = 24, dim: int = 32, attention: int = 32) -> None:
         super().__init__()
-        self.embedding = _Fields(fields, dim)
+        self.embedding = Fields(fields, dim)
         left, right = torch.triu_indices(fields, fields, offset=1)
         self.left: Tensor
         self.right: Tensor
@@ -119,13 +120,13 @@ class _DCNMix(nn.Module):
     def __init__(self, fields: int = 26, dim: int = 40, layers: int = 3, experts: int = 4, rank: int = 64) -> None:
         super().__init__()
         size = fields * dim
-        self.embedding = _Fields(fields, dim)
+        self.embedding = Fields(fields, dim)
         self.down = nn.ParameterList(nn.Parameter(torch.empty(experts, size, rank).uniform_(-0.02, 0.02)) for _ in range(layers))
         self.core = nn.ParameterList(nn.Parameter(torch.empty(experts, rank, rank).uniform_(-0.1, 0.1)) for _ in range(layers))
         self.up = nn.ParameterList(nn.Parameter(torch.empty(experts, rank, size).uniform_(-0.1, 0.1)) for _ in range(layers))
         self.bias = nn.ParameterList(nn.Parameter(torch.zeros(size)) for _ in range(layers))
         self.gates = nn.ModuleList(nn.Linear(size, experts, bias=False) for _ in range(layers))
-        self.deep = _mlp((size, 1024, 1024, 1), nn.ReLU)
+        self.deep = mlp((size, 1024, 1024, 1), nn.ReLU)
 
     def forward(self, ids: Tensor) -> Tensor:
         first = x = self.embedding(ids).flatten(1)
@@ -142,12 +143,12 @@ class _BST(nn.Module):
 
     def __init__(self, length: int = 64, dim: int = 128, heads: int = 8, fields: int = 12) -> None:
         super().__init__()
-        self.items, self.others, self.heads = nn.Embedding(10_000, dim), _Fields(fields, 32), heads
+        self.items, self.others, self.heads = nn.Embedding(TABLE_ROWS, dim), Fields(fields, 32), heads
         self.places = nn.Parameter(torch.zeros(length, dim))
         self.qkv, self.project = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.feed = _mlp((dim, 4 * dim, dim), nn.LeakyReLU, dropout=0.1)
+        self.feed = mlp((dim, 4 * dim, dim), nn.LeakyReLU, dropout=0.1)
         self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(2))
-        self.deep = _mlp((length * dim + fields * 32, 1024, 512, 256, 1), nn.LeakyReLU)
+        self.deep = mlp((length * dim + fields * 32, 1024, 512, 256, 1), nn.LeakyReLU)
 
     def forward(self, items: Tensor, ids: Tensor) -> Tensor:
         x = self.items(items) + self.places
@@ -164,7 +165,7 @@ class _EDCN(nn.Module):
     def __init__(self, fields: int = 39, dim: int = 24, layers: int = 3) -> None:
         super().__init__()
         size = fields * dim
-        self.embedding = _Fields(fields, dim)
+        self.embedding = Fields(fields, dim)
         self.cross = nn.ModuleList(nn.Linear(size, size) for _ in range(layers))
         self.deep = nn.ModuleList(nn.Sequential(nn.Linear(size, size), nn.GELU()) for _ in range(layers))
         self.gate = nn.ParameterList(nn.Parameter(torch.zeros(2, size)) for _ in range(layers))
@@ -185,7 +186,7 @@ class _Tagger(nn.Module):
 
     def __init__(self, length: int = 50, dim: int = 128, layers: int = 3) -> None:
         super().__init__()
-        self.items, self.decay = nn.Embedding(10_000, dim), nn.Parameter(torch.zeros(length))
+        self.items, self.decay = nn.Embedding(TABLE_ROWS, dim), nn.Parameter(torch.zeros(length))
         self.norms = nn.ModuleList(nn.RMSNorm(dim) for _ in range(layers))
         self.up = nn.ModuleList(nn.Linear(dim, 8 * dim) for _ in range(layers))
         self.down = nn.ModuleList(nn.Linear(4 * dim, dim) for _ in range(layers))
@@ -201,14 +202,14 @@ class _Tagger(nn.Module):
 
 
 KINDS: dict[str, Callable[[int], Made]] = {
-    "fibinet": lambda batch: (_FiBiNET(), (_ids(batch, 26),)),
-    "ple": lambda batch: (_PLE(), (_ids(batch, 32),)),
-    "pnn": lambda batch: (_PNN(), (_ids(batch, 39),)),
-    "afm": lambda batch: (_AFM(), (_ids(batch, 24),)),
-    "dcnmix": lambda batch: (_DCNMix(), (_ids(batch, 26),)),
-    "bst": lambda batch: (_BST(), (_ids(batch, 64), _ids(batch, 12))),
-    "edcn": lambda batch: (_EDCN(), (_ids(batch, 39),)),
-    "tagger": lambda batch: (_Tagger(), (_ids(batch, 50), _ids(batch, 100))),
+    "fibinet": lambda batch: (_FiBiNET(), (ids_of(batch, 26),)),
+    "ple": lambda batch: (_PLE(), (ids_of(batch, 32),)),
+    "pnn": lambda batch: (_PNN(), (ids_of(batch, 39),)),
+    "afm": lambda batch: (_AFM(), (ids_of(batch, 24),)),
+    "dcnmix": lambda batch: (_DCNMix(), (ids_of(batch, 26),)),
+    "bst": lambda batch: (_BST(), (ids_of(batch, 64), ids_of(batch, 12))),
+    "edcn": lambda batch: (_EDCN(), (ids_of(batch, 39),)),
+    "tagger": lambda batch: (_Tagger(), (ids_of(batch, 50), ids_of(batch, 100))),
 }
 
 

@@ -7,16 +7,13 @@ that `perfmodel.fit_attention` finds. Of causal attention half the pairs run, an
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from perfmodel import hardware as hardware_module
-from perfmodel.data_folder import data_folder
 from perfmodel.hardware import HardwareSpec
 
 Array = npt.NDArray[np.float64]
@@ -105,13 +102,10 @@ def load(hardware: HardwareSpec) -> AttentionModel | None:
     Raises:
         ValueError: the file is of another schema version.
     """
-    like = hardware_module.serving(hardware, f"models/{FILE}")
-    if like is None:
+    found = hardware_module.fitted(hardware, FILE, SCHEMA_VERSION)
+    if found is None:
         return None
-    path = data_folder() / like / "models" / FILE
-    document: dict[str, Any] = json.loads(path.read_text())
-    if document.get("schema_version") != SCHEMA_VERSION:
-        raise ValueError(f"{path} has schema version {document.get('schema_version')!r}; this loka-sim reads {SCHEMA_VERSION}")
+    document, like = found
     kinds = document["kinds"]
     costs = {kind: np.array([kinds[kind]["costs_us"].get(name, 0.0) for name in NAMES]) for kind in KINDS}
     return AttentionModel(costs, {kind: tuple(kinds[kind]["interval_factors"]) for kind in KINDS}, like)

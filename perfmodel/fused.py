@@ -7,7 +7,6 @@ are torch's own: `partials` adds up what kernels that sum both ways leave, `copy
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -223,15 +222,12 @@ def load(hardware: str | HardwareSpec = "h200", between: bool = True) -> FusedMo
         ValueError: the hardware is unknown, or the manifest is of another schema version.
     """
     spec = hardware_module.load(hardware) if isinstance(hardware, str) else hardware
-    like = hardware_module.serving(spec, f"models/{MANIFEST}")
-    if like is None:
+    found = hardware_module.fitted(spec, MANIFEST, SCHEMA_VERSION)
+    if found is None:
         raise FileNotFoundError(
             f"no memory-bound kernels were fitted on {spec.name} or a GPU like it; "
             f"fit them with: python -m perfmodel.fit_fused --hardware {spec.name}"
         )
+    manifest, like = found
     folder = data_folder() / like / "models"
-    path = folder / MANIFEST
-    manifest = json.loads(path.read_text())
-    if manifest.get("schema_version") != SCHEMA_VERSION:
-        raise ValueError(f"{path} has schema version {manifest.get('schema_version')!r}; this loka-sim reads {SCHEMA_VERSION}")
     return FusedModel(spec, folder, manifest, hardware_module.load(like), in_step.load(spec) if between else None)

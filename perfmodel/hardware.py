@@ -95,3 +95,24 @@ def nearest(
 def serving(spec: HardwareSpec, having: str) -> str | None:
     """The shipped GPU whose file of this name serves a GPU: itself where it has one, else the `nearest`."""
     return nearest(spec.capability, name=spec.name, gpu=spec.gpu, copy_bandwidth_tbs=spec.copy_bandwidth_tbs, having=having)
+
+
+def fitted(spec: HardwareSpec, file: str, version: int) -> tuple[dict[str, Any], str] | None:
+    """What the file of `data/<name>/models` says that serves a GPU, and which GPU it is of; None where there is none.
+
+    Args:
+        spec: The GPU.
+        file: Name of a JSON file.
+        version: Its schema version.
+
+    Raises:
+        ValueError: the file is of another schema version.
+    """
+    like = serving(spec, f"models/{file}")
+    if like is None:
+        return None
+    path = data_folder() / like / "models" / file
+    document: dict[str, Any] = json.loads(path.read_text())
+    if document.get("schema_version") != version:
+        raise ValueError(f"{path} has schema version {document.get('schema_version')!r}; this loka-sim reads {version}")
+    return document, like

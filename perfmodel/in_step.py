@@ -10,17 +10,14 @@ gradient reads both operands across memory, where the features are what they mus
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from perfmodel import hardware as hardware_module
-from perfmodel.data_folder import data_folder
 from perfmodel.hardware import HardwareSpec
 
 Array = npt.NDArray[np.float64]
@@ -191,13 +188,10 @@ def load(hardware: str | HardwareSpec = "h200") -> InStep | None:
         ValueError: the hardware is unknown, or the file is of another schema version.
     """
     spec = hardware_module.load(hardware) if isinstance(hardware, str) else hardware
-    like = hardware_module.serving(spec, f"models/{FILE}")
-    if like is None:
+    found = hardware_module.fitted(spec, FILE, SCHEMA_VERSION)
+    if found is None:
         return None
-    path = data_folder() / like / "models" / FILE
-    document: dict[str, Any] = json.loads(path.read_text())
-    if document.get("schema_version") != SCHEMA_VERSION:
-        raise ValueError(f"{path} has schema version {document.get('schema_version')!r}; this loka-sim reads {SCHEMA_VERSION}")
+    document, like = found
     curves = document["curves"]
     return InStep(
         {name: curve["log2"] for name, curve in curves.items()},

@@ -50,7 +50,7 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     manifest = json.loads((shipped / "models" / "manifest.json").read_text())
     (folder / "h100" / "models" / "manifest.json").write_text(json.dumps({**manifest, "hardware": "h100"}))
     (folder / "h100" / "memory_costs.json").symlink_to(shipped / "memory_costs.json")
-    for name in ("attention", "hardware", "in_step", "fused", "collectives", "saved", "memory_costs"):
+    for name in ("hardware", "fused", "collectives", "saved", "memory_costs"):
         monkeypatch.setattr(importlib.import_module(f"perfmodel.{name}"), "data_folder", lambda: folder)
     caches = (whole_step._times, whole_step._gemms_of, memory_costs.known, attention.load)
     for cache in caches:

@@ -304,12 +304,17 @@ class Lowering:
         self._schedule(name, kind, (kept, max(source.numel() // kept, 1)), reads, made, inside.gathers, inside.operators)
         self.result.scheduled[-1].uneven = any(not read.whole or read.turned == ACROSS for read in reads.values())
 
-    def _library(self, node: fx.Node, kind: str) -> None:
+    def _written_first(self, views: Iterable[_View]) -> Reads:
+        """What a kernel reads that nothing fuses into: its operands must be there."""
         reads: Reads = {}
-        for view, _ in self._inputs(node):
+        for view in views:
             self._realize(view)
             for key, access in self._reads(view).items():
                 _add(reads, key, Access(access.read_bytes, False))
+        return reads
+
+    def _library(self, node: fx.Node, kind: str) -> None:
+        reads = self._written_first(view for view, _ in self._inputs(node))
         if kind == "gemm":
             self._spread(node, reads)
         made = self._made(node)
@@ -351,13 +356,8 @@ class Lowering:
     def _bag(self, node: fx.Node, name: str) -> None:
         """A table is read, or its gradient added to, row by row: as many as there are ids."""
         kind, whole, ids = BAGS[name]
-        reads: Reads = {}
-        for position in whole:
-            argument = node.args[position]
-            for view in self._all(argument) if isinstance(argument, fx.Node) else []:
-                self._realize(view)
-                for key, access in self._reads(view).items():
-                    _add(reads, key, Access(access.read_bytes, False))
+        arguments = (node.args[position] for position in whole)
+        reads = self._written_first(view for read in arguments if isinstance(read, fx.Node) for view in self._all(read))
         made = self._made(node)
         value = value_of(node)
         table = value_of(node.args[0]) if kind == "gather" else value  # type: ignore[arg-type]
@@ -371,15 +371,11 @@ class Lowering:
 
     def _attention(self, node: fx.Node, kind: str) -> None:
         """Queries, keys and values, and backward the result, its sums and its gradient; the kernel's name says its sizes."""
-        reads: Reads = {}
-        for view, _ in self._inputs(node):
-            self._realize(view)
-            for key, access in self._reads(view).items():
-                _add(reads, key, Access(access.read_bytes, False))
-        first = 0 if kind == FORWARD else 1  # behind the result's gradient
+        reads = self._written_first(view for view, _ in self._inputs(node))
+        # Forward: query, key, value, dropout, causal; backward the gradient stands first, causal at 11. Defaults are left out.
+        first, causal_at = (0, 4) if kind == FORWARD else (1, 11)
         query, key = (value_of(node.args[place]) for place in (first, first + 1))  # type: ignore[arg-type]
-        arguments: tuple[Any, ...] = (*node.args, *(0.0, False)[max(len(node.args) - 3, 0) :])
-        causal = bool(arguments[4] if kind == FORWARD else arguments[11])
+        causal = len(node.args) > causal_at and bool(node.args[causal_at])
         samples, heads, queries, features = query.shape
         keys = key.shape[2]
         label = label_of(queries, keys, features, causal)

@@ -91,7 +91,8 @@ def _partitioned(graph: fx.GraphModule, inputs: Any, **more: Any) -> tuple[fx.Gr
     _claim(graph, "cpu")
     with V.set_fake_mode(detect_fake_mode([node.meta.get("val") for node in graph.graph.nodes])):
         graph = joint_graph_passes(graph)
-    graph.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))  # random numbers that others replace
+    # What drew random numbers before a pass put another operator there is left, without users: torch counts it as impure.
+    graph.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "call_function")
     _claim(graph, "meta")
     return min_cut_rematerialization_partition(graph, inputs, **more)
 

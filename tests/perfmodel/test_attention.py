@@ -49,8 +49,7 @@ def test_a_file_of_another_version_is_refused(tmp_path, monkeypatch):
     (tmp_path / "h200" / "models").mkdir(parents=True)
     (tmp_path / "h200" / "hardware.json").write_text((data_folder() / "h200" / "hardware.json").read_text())
     (tmp_path / "h200" / "models" / attention.FILE).write_text('{"schema_version": 99}')
-    for module in (attention, hardware):
-        monkeypatch.setattr(module, "data_folder", lambda: tmp_path)
+    monkeypatch.setattr(hardware, "data_folder", lambda: tmp_path)
     attention.load.cache_clear()
     try:
         with pytest.raises(ValueError, match="schema version 99"):

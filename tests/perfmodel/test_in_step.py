@@ -133,8 +133,7 @@ def test_a_file_of_another_version_is_refused(tmp_path, monkeypatch):
     folder = tmp_path / "h200" / "models"
     folder.mkdir(parents=True)
     shutil.copy(data_folder() / "h200" / "hardware.json", tmp_path / "h200")
-    for module in (in_step, hardware):
-        monkeypatch.setattr(module, "data_folder", lambda: tmp_path)
+    monkeypatch.setattr(hardware, "data_folder", lambda: tmp_path)
     assert in_step.load() is None
     (folder / in_step.FILE).write_text(json.dumps({"schema_version": 99}))
     with pytest.raises(ValueError, match="schema version 99"):
