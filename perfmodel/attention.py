@@ -78,7 +78,6 @@ class AttentionModel:
 
     costs: dict[str, Array]
     factors: dict[str, tuple[float, float]]
-    measured_on: str
 
     def times(self, kind: str, label: str, kept: int) -> tuple[float, float, float]:
         """Microseconds of a kernel and the ends of a 90% interval.
@@ -105,7 +104,6 @@ def load(hardware: HardwareSpec) -> AttentionModel | None:
     found = hardware_module.fitted(hardware, FILE, SCHEMA_VERSION)
     if found is None:
         return None
-    document, like = found
-    kinds = document["kinds"]
+    kinds = found[0]["kinds"]
     costs = {kind: np.array([kinds[kind]["costs_us"].get(name, 0.0) for name in NAMES]) for kind in KINDS}
-    return AttentionModel(costs, {kind: tuple(kinds[kind]["interval_factors"]) for kind in KINDS}, like)
+    return AttentionModel(costs, {kind: tuple(kinds[kind]["interval_factors"]) for kind in KINDS})
