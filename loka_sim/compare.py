@@ -178,7 +178,10 @@ def _shape(site: Mapping[str, Any]) -> SiteShape:
     passes = tuple(
         (name, *(site["passes"][name][key] for key in ("m", "n", "k", "groups"))) for name in PASSES if name in site["passes"]
     )
-    return SiteShape(passes, frozenset(site["stored_transposed"]))
+    padded = tuple(
+        (name, *entry["padded"], entry["groups"]) for name in PASSES if "padded" in (entry := site["passes"].get(name, {}))
+    )
+    return SiteShape(passes, frozenset(site["stored_transposed"]), padded)
 
 
 def _step(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -211,7 +211,12 @@ def _site(decision: SiteDecision, times: Times) -> dict[str, Any]:
         "stored_transposed": sorted(decision.shape.stored_transposed),
         "passes": {
             name: {
-                **_pass(decided, decision.shape.gemm(name), decision.shape.bf16()[name], times),
+                **_pass(
+                    decided,
+                    decision.shape.gemm(name),
+                    Row(bf16 := decision.shape.bf16()[name], *decision.shape.launched(name, bf16)),
+                    times,
+                ),
                 **({"torchao": _anew(decision.torchao[name])} if decision.torchao else {}),
             }
             for name, decided in decision.passes.items()
@@ -219,7 +224,7 @@ def _site(decision: SiteDecision, times: Times) -> dict[str, Any]:
     }
 
 
-def _pass(decided: PassDecision, gemm: tuple[int, int, int, int], bf16: str, times: Times) -> dict[str, Any]:
+def _pass(decided: PassDecision, gemm: tuple[int, int, int, int], bf16: Row, times: Times) -> dict[str, Any]:
     m, n, k, groups = gemm
     launched, *quantize = decided.rows
     return {
@@ -227,6 +232,7 @@ def _pass(decided: PassDecision, gemm: tuple[int, int, int, int], bf16: str, tim
         "n": n,
         "k": k,
         "groups": groups,
+        **({"padded": bf16[1:4]} if bf16[1:] != gemm else {}),
         "flops": 2 * m * n * k * groups,
         "status": decided.status,
         **_kernel(decided.kernel),
@@ -238,7 +244,7 @@ def _pass(decided: PassDecision, gemm: tuple[int, int, int, int], bf16: str, tim
         "quantizers": dict(sorted(decided.makers.items())),
         "speedup": decided.speedup,
         **_accuracy(decided.accuracy),
-        "in_sweep": not {launched, Row(bf16, *gemm)} & times.outside,
+        "in_sweep": not {launched, bf16} & times.outside,
         "reason": decided.reason,
         "runner_up": None if decided.runner_up is None else _runner_up(decided.runner_up),
         "candidates": [_candidate(candidate, decided.bf16) for candidate in decided.candidates],

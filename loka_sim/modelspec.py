@@ -56,6 +56,11 @@ class Dim:
         return str(self) if self.per_batch else self.const
 
 
+def padded(size: int) -> int:
+    """The multiple of 8 elements that torch.compile pads a dimension to; one element stays one."""
+    return size if size == 1 else -(-size // 8) * 8
+
+
 @dataclass(frozen=True)
 class Gemm:
     """One pass of a site: `groups` products of (m, k) by (k, n).
@@ -67,6 +72,7 @@ class Gemm:
         groups: How many such products one call computes (1, or a bmm's leading dimension).
         layout_a: `row` (k contiguous), `column` (m contiguous) or `strided`, as the model stores it.
         layout_b: `row` (n contiguous), `column` (k contiguous) or `strided`, as the model stores it.
+        padded: torch.compile runs it in bf16 with its sizes padded to multiples of 8.
     """
 
     m: Dim
@@ -75,10 +81,16 @@ class Gemm:
     groups: Dim = Dim(1)
     layout_a: str = "row"
     layout_b: str = "column"
+    padded: bool = False
 
     def shape(self, batch: int) -> tuple[int, int, int]:
         """(M, N, K) at a batch, in elements."""
         return self.m.at(batch), self.n.at(batch), self.k.at(batch)
+
+    def shape_in_bf16(self, batch: int) -> tuple[int, int, int]:
+        """(M, N, K) that bf16 runs with, in elements: padded where torch.compile pads."""
+        m, n, k = self.shape(batch)
+        return (padded(m), padded(n), padded(k)) if self.padded else (m, n, k)
 
     def flops(self, batch: int) -> int:
         """2 M N K over all groups, as `torch.utils.flop_counter` counts them."""
@@ -88,13 +100,14 @@ class Gemm:
     def to_dict(self) -> dict[str, Any]:
         """The pass as a file holds it."""
         dims = {key: getattr(self, key).to_json() for key in ("m", "n", "k", "groups")}
-        return {**dims, "layout_a": self.layout_a, "layout_b": self.layout_b}
+        return {**dims, "layout_a": self.layout_a, "layout_b": self.layout_b, **({"padded": True} if self.padded else {})}
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Gemm:
         """The reverse of `to_dict`, of a valid document."""
         m, n, k, groups = (Dim.parse(document.get(key, 1)) for key in ("m", "n", "k", "groups"))
-        return cls(m, n, k, groups, document.get("layout_a", cls.layout_a), document.get("layout_b", cls.layout_b))
+        layouts = document.get("layout_a", cls.layout_a), document.get("layout_b", cls.layout_b)
+        return cls(m, n, k, groups, *layouts, document.get("padded", False))
 
 
 def linear_passes(m: Dim, n: Dim, k: Dim, groups: Dim = Dim(1)) -> dict[str, Gemm]:  # noqa: B008 (frozen)

@@ -8,14 +8,16 @@ dimensions are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from loka_sim.errors import UserError
 from loka_sim.loops import ACROSS, FETCHED, TURNED, Access, Lowered, Reads, Scheduled
-from loka_sim.modelspec import PASSES, Dim, Site
+from loka_sim.modelspec import PASSES, Dim, Site, padded
 
 OPERANDS = {"output": ("x", "w"), "grad_input": ("g", "w"), "grad_weight": ("g", "x")}
 """Left and right operand of each pass."""
+
+COPIES = frozenset({"clone", "constant_pad_nd"})
 
 
 def joined(graphs: dict[str, Lowered]) -> Lowered:
@@ -55,10 +57,15 @@ def phases(step: Lowered) -> dict[str, Lowered]:
     return result
 
 
-def find_sites(step: Lowered, sites: Sequence[Site], batch: int) -> None:
-    """Say of each GEMM whose pass it is, by its sizes, its operands and its order; of some that cannot be said."""
+def find_sites(step: Lowered, sites: Sequence[Site], batch: int) -> set[tuple[str, str]]:
+    """Say of each GEMM whose pass it is, by its sizes, its operands and its order; of some that cannot be said.
+
+    Returns:
+        Site and pass of those with padded sizes.
+    """
     forward = [loop for loop in step.scheduled if loop.gemm and not loop.backward]
     backward = [loop for loop in step.scheduled if loop.gemm and loop.backward]
+    copied = _copies(step)
     found: list[tuple[Site, Scheduled]] = []
     for site in sites:
         loop = next((loop for loop in forward if _fits(loop, site, "output", batch)), None)
@@ -72,16 +79,33 @@ def find_sites(step: Lowered, sites: Sequence[Site], batch: int) -> None:
             if name not in site.passes:
                 continue
             # By the tensor of the forward; where the backward computes that anew, by the gradient that both passes read.
-            buffers = {output.operands[tensor][0]} | gradients
-            candidates = [loop for loop in backward if _fits(loop, site, name, batch) and _reads(loop, buffers)]
+            buffer = output.operands[tensor][0]
+            buffers = {copied.get(buffer, buffer)} | gradients
+            candidates = [loop for loop in backward if _fits(loop, site, name, batch) and _read(loop, copied) & buffers]
             if candidates:
                 backward.remove(candidates[0])
                 _name(candidates[0], site, name, batch)
-                gradients = {candidates[0].operands["g"][0]}
+                gradient = candidates[0].operands["g"][0]
+                gradients = {copied.get(gradient, gradient)}
+    sizes = {site.name: site for site in sites}
+    return {
+        loop.site for loop in step.scheduled if loop.site[0] and not _same(loop, _sizes(sizes[loop.site[0]], loop.site[1], batch))
+    }
 
 
-def _reads(loop: Scheduled, buffers: set[int]) -> bool:
-    return any(operand[0] in buffers for operand in loop.operands.values())
+def _copies(step: Lowered) -> dict[int, int]:
+    """Of buffers that hold what another one does, in another order or with zeros behind: which."""
+    found: dict[int, int] = {}
+    for loop in step.scheduled:
+        sources = {buffer for buffer, _ in loop.reads}
+        if loop.operators <= COPIES and len(sources) == 1:
+            (source,) = sources
+            found |= dict.fromkeys(loop.writes, found.get(source, source))
+    return found
+
+
+def _read(loop: Scheduled, copied: Mapping[int, int]) -> set[int]:
+    return {copied.get(buffer, buffer) for buffer, _, _ in loop.operands.values()}
 
 
 def _sizes(site: Site, name: str, batch: int) -> tuple[int, int, int, int]:
@@ -89,12 +113,18 @@ def _sizes(site: Site, name: str, batch: int) -> tuple[int, int, int, int]:
 
 
 def _fits(loop: Scheduled, site: Site, name: str, batch: int) -> bool:
-    groups, m, n, k = _sizes(site, name, batch)
+    groups, *sizes = _sizes(site, name, batch)
+    return _same(loop, (groups, *sizes)) or _same(loop, (groups, *map(padded, sizes)))
+
+
+def _same(loop: Scheduled, sizes: tuple[int, ...]) -> bool:
+    groups, m, n, k = sizes
     return loop.gemm in ((groups, m, n, k), (groups, n, m, k))
 
 
 def _name(loop: Scheduled, site: Site, name: str, batch: int) -> None:
-    straight = loop.gemm == _sizes(site, name, batch)
+    groups, *sizes = _sizes(site, name, batch)
+    straight = loop.gemm in ((groups, *sizes), (groups, *map(padded, sizes)))
     left, right = OPERANDS[name] if straight else reversed(OPERANDS[name])
     loop.operands = {left: loop.operands["left"], right: loop.operands["right"]}
     loop.site = (site.name, name)

@@ -72,7 +72,8 @@ Launched = Callable[["SiteDecision", str], Sequence[Row]]
 
 def in_bf16(site: SiteDecision, name: str) -> Sequence[Row]:
     """A pass of the model as it is."""
-    return [Row(site.shape.bf16()[name], *site.shape.gemm(name))]
+    kernel = site.shape.bf16()[name]
+    return [Row(kernel, *site.shape.launched(name, kernel))]
 
 
 def as_decided(site: SiteDecision, name: str) -> Sequence[Row]:

@@ -23,6 +23,7 @@ from loka_sim.capture import twin
 from loka_sim.capture.attention import FusedAttention
 from loka_sim.capture.calls import Calls
 from loka_sim.capture.fit import fit_fused, fit_sites, said
+from loka_sim.capture.padding import Padding
 from loka_sim.capture.record import Recorder, storage
 from loka_sim.capture.trace import traced
 from loka_sim.errors import UserError
@@ -81,7 +82,7 @@ def capture(
             f"a batch that GEMMs depend on: it was taken to be {batch}, dimension {batch_dim} of an input, and none does"
         )
     tables, dense = _tables(model, first, batch)
-    fused, loops, untraced = _fused(model, inputs, loss, batch, batch_dim, sites)
+    fused, loops, sites, untraced = _fused(model, inputs, loss, batch, batch_dim, sites)
     return ModelSpec(
         name=name or type(model).__name__,
         batch=batch,
@@ -98,13 +99,15 @@ def capture(
 
 def _fused(
     model: nn.Module, inputs: Any, loss: Callable[[Any], torch.Tensor] | None, batch: int, batch_dim: int, sites: list[Site]
-) -> tuple[list[Fused], tuple[str, ...], str]:
-    """The kernels beside the GEMMs, their loops, and why there are none where there are none."""
-    batches = [batch, 2 * batch]
+) -> tuple[list[Fused], tuple[str, ...], list[Site], str]:
+    """The kernels beside the GEMMs, their loops, the sites with what is padded, and why there are none where there are none."""
+    batches = [batch, 2 * batch if batch % 8 == 0 else 9 * batch]  # what is no multiple of 8 is none in both
     try:
-        return fit_fused(batches, [traced(model, inputs, loss, batch, size, batch_dim) for size in batches], sites)
+        with Padding().as_compiled():
+            runs = [traced(model, inputs, loss, batch, size, batch_dim) for size in batches]
+        return fit_fused(batches, runs, sites)
     except Exception as error:  # anything that a model or a tracer may raise: the sites are known all the same
-        return [], (), f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
+        return [], (), sites, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
 
 
 class _Failure(Exception):

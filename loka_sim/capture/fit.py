@@ -84,7 +84,7 @@ def fit_sites(batches: Sequence[int], runs: Sequence[Sequence[RawSite]]) -> tupl
 
 def fit_fused(
     batches: Sequence[int], runs: Sequence[dict[str, Lowered]], sites: Sequence[Site]
-) -> tuple[list[Fused], tuple[str, ...], str]:
+) -> tuple[list[Fused], tuple[str, ...], list[Site], str]:
     """The kernels beside the GEMMs over two batches; those that are alike stand in one entry.
 
     What fuses is decided at the first batch: at another, sizes may be equal by chance. Filling and converting tables'
@@ -96,25 +96,29 @@ def fit_fused(
         sites: The GEMMs.
 
     Returns:
-        The kernels in the order of their first, the loops that they are made of (see `loka_sim.step_loops`), and why there are
-        none where there are none.
+        The kernels in the order of their first, the loops that they are made of (see `loka_sim.step_loops`), the sites with
+        what torch.compile pads, and why there are no kernels where there are none.
     """
     found: dict[Fused, int] = {}
     steps = [joined(run) for run in runs]
     labels = [[loop.label for loop in step.scheduled] for step in steps]
     if labels[0] != labels[1]:
-        return [], (), f"the step is computed differently at batch {batches[0]} and {batches[1]}"
+        return [], (), list(sites), f"the step is computed differently at batch {batches[0]} and {batches[1]}"
     for phase, lowered in phases(steps[0]).items():
         together = kernels(lowered)
         for one, two in zip(measured(lowered, together), measured(phases(steps[1])[phase], together), strict=True):
             kernel = fused_kernel(phase, batches, one, two)
             if not (kernel.kind in ("fill", "pointwise") and _of_tables(kernel.kept.per_batch, kernel.kept.const)):
                 found[kernel] = found.get(kernel, 0) + 1
-    for step, batch in zip(steps, batches, strict=True):
-        find_sites(step, sites, batch)
+    padded, _ = (find_sites(step, sites, batch) for step, batch in zip(steps, batches, strict=True))
     alone = {id(loop) for pair in zip(steps[0].scheduled, steps[1].scheduled, strict=True) for loop in pair if _table_loop(*pair)}
     lines = lines_of([without(step, lambda loop: id(loop) in alone) for step in steps], batches)
-    return [replace(kernel, count=count) for kernel, count in found.items()], lines, ""
+    return [replace(kernel, count=count) for kernel, count in found.items()], lines, [_padded(site, padded) for site in sites], ""
+
+
+def _padded(site: Site, padded: set[tuple[str, str]]) -> Site:
+    passes = {name: replace(gemm, padded=(site.name, name) in padded) for name, gemm in site.passes.items()}
+    return replace(site, passes=passes)
 
 
 def fused_kernel(phase: str, batches: Sequence[int], one: RawGroup, two: RawGroup) -> Fused:

@@ -52,10 +52,12 @@ class SiteShape:
         passes: (name, m, n, k, groups) of the passes the model computes, in the order they run.
         stored_transposed: Tensors of x, w, g that the model stores with their rows contiguous, as (K, M)
             for x, (K, N) for w and (N, M) for g.
+        padded: Those of `passes` that bf16 runs with other sizes, and these.
     """
 
     passes: tuple[tuple[str, int, int, int, int], ...]
     stored_transposed: frozenset[str] = frozenset()
+    padded: tuple[tuple[str, int, int, int, int], ...] = ()
 
     def __hash__(self) -> int:
         """Found once: shapes are looked up again and again."""
@@ -63,7 +65,7 @@ class SiteShape:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.passes, self.stored_transposed))
+        return hash((self.passes, self.stored_transposed, self.padded))
 
     @classmethod
     def of(cls, site: Site, batch: int) -> SiteShape:
@@ -75,7 +77,10 @@ class SiteShape:
         stored = {tensor for tensor, flag in (("x", output.layout_a == "column"), ("w", output.layout_b == "row")) if flag}
         if "grad_input" in site.passes and site.passes["grad_input"].layout_a == "column":
             stored.add("g")
-        return cls(passes, frozenset(stored))
+        padded = tuple(
+            (name, *gemm.shape_in_bf16(batch), gemm.groups.at(batch)) for name, gemm in site.passes.items() if gemm.padded
+        )
+        return cls(passes, frozenset(stored), padded)
 
     @cached_property
     def least(self) -> SiteShape:
@@ -112,6 +117,14 @@ class SiteShape:
         """(m, n, k, groups) of a pass."""
         return self._gemms[name]
 
+    @cached_property
+    def _in_bf16(self) -> dict[str, tuple[int, int, int, int]]:
+        return self._gemms | {name: (m, n, k, groups) for name, m, n, k, groups in self.padded}
+
+    def launched(self, name: str, kernel: str) -> tuple[int, int, int, int]:
+        """(m, n, k, groups) that a kernel is launched with for a pass: bf16 with what torch.compile pads."""
+        return (self._in_bf16 if kernel in (BF16, BF16_BATCHED) else self._gemms)[name]
+
     def tensor(self, tensor: str) -> tuple[int, int]:
         """Rows and columns of x (M, K), w (N, K) or g (M, N) as the model stores it; the rows of all groups together."""
         return self._tensors[tensor]
@@ -127,7 +140,7 @@ class SiteShape:
     @cached_property
     def bf16_rows(self) -> tuple[Row, ...]:
         """What that launches."""
-        return tuple(Row(kernel, *self.gemm(name)) for name, kernel in self.bf16().items())
+        return tuple(Row(kernel, *self.launched(name, kernel)) for name, kernel in self.bf16().items())
 
 
 def illegal(shape: SiteShape, name: str, kernel: str, toolbox: Toolbox = TORCH) -> str | None:
@@ -234,7 +247,7 @@ def _launched(
     shape: SiteShape, assignment: Assignment, made: Iterable[tuple[Mapping[bool, str], Way]]
 ) -> dict[str, tuple[Row, ...]]:
     """GEMMs, and what makes each tensor: with the passes that take its readings."""
-    rows = {name: [Row(kernel, *shape.gemm(name))] for name, kernel in assignment.items()}
+    rows = {name: [Row(kernel, *shape.launched(name, kernel))] for name, kernel in assignment.items()}
     for readers, way in made:
         for launch in way:
             first = min((readers[reading] for reading in launch.readings), key=PASSES.index)
@@ -266,7 +279,7 @@ def shared_tensors(shape: SiteShape, assignment: Assignment, name: str, toolbox:
 def possible_rows(shape: SiteShape, toolbox: Toolbox = TORCH) -> set[Row]:
     """Every row that some assignment of legal kernels may launch, bf16 included, by whichever way its operands are made."""
     gemms, makers = _possible(shape.least, toolbox.unpriced)
-    found = {Row(kernel, *shape.gemm(name)) for name, kernel in gemms}
+    found = {Row(kernel, *shape.launched(name, kernel)) for name, kernel in gemms}
     for tensor, kernel in makers:
         height, width = shape.tensor(tensor)
         found.add(Row(kernel, height, 1, width))

@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from loka_sim.dispatch.candidates import SiteShape, Use, legal_fp8
+from loka_sim.dispatch.candidates import BF16, SiteShape, Use, legal_fp8
 from loka_sim.dispatch.operands import Toolbox
 from perfmodel.kernels import KERNELS
 
@@ -74,9 +74,8 @@ class Structure:
         Each pass' GEMMs, then the makers; equal ones may be several.
         """
         for name, kernels in zip(self.names, self.options, strict=True):
-            sizes = shape.gemm(name)
             for kernel in kernels:
-                yield kernel, *sizes
+                yield kernel, *shape.launched(name, kernel)
         tensors = {tensor.name: shape.tensor(tensor.name) for tensor in self.tensors}
         for name, kernel in self.makers:
             height, width = tensors[name]
@@ -84,7 +83,7 @@ class Structure:
 
     def coinciding(self, shape: SiteShape) -> tuple[int, ...]:
         """Which of a site's GEMMs are of one size, and which of its tensors: for each the first that it is like."""
-        gemms = [shape.gemm(name) for name in self.names]
+        gemms = [(shape.gemm(name), shape.launched(name, BF16)) for name in self.names]
         tensors = [shape.tensor(tensor.name) for tensor in self.tensors]
         return (*map(gemms.index, gemms), *map(tensors.index, tensors))
 
