@@ -1,16 +1,16 @@
 """Products that torch.compile pads: it times both ways on the GPU and takes the faster one (`fx_passes/pad_mm.py`, 2.11, 2.13).
 
 cuBLAS runs a product whose rows in memory are no multiple of 16 bytes by older kernels. torch.compile copies such operands into
-multiples of 8 elements, with zeros behind, where the product with these copies is over a tenth faster. Here both times are told:
-a floor, and what multiplying and moving take by the alignment, of an H200.
+multiples of 8 elements, with zeros behind, where the product with these copies is over a tenth faster. Here both times are told.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -21,12 +21,31 @@ from loka_sim.modelspec import padded
 
 FASTER = 1.1  # pad_mm.is_padded_faster: padding takes memory operations that its timing does not see
 
-# Fitted to what torch's own timing found of 289 drawn products on an H200 (`benchmarks/padding.py`).
-FLOOR_US, MB_A_US = 8.65, 1.67
-MFLOP_A_US = {1: 109.0, 2: 224.0, 4: 363.0}
-PADDED_FLOOR_US, PADDED_MFLOP_A_US, PADDED_MB_A_US = 6.3, 951.0, 3.3
-COPY_US, COPIED_MB_A_US, TURNED_MB_A_US = 5.07, 2.21, 1.11
-FILL_US, FILLED_MB_A_US, BIAS_US = 1.71, 11.1, 3.61
+
+class Costs(NamedTuple):
+    """What torch's timing is told by, in us, MFLOP a us and MB a us: where a number stands behind, of rows that lie by so many.
+
+    While torch compiles, the CPU takes long for a call: a product's own time counts where it is longer.
+    """
+
+    call: float
+    padded_call: float
+    copy_call: float
+    fill_call: float
+    bias_calls: float
+    multiplied_1: float
+    multiplied_2: float
+    multiplied_4: float
+    moved: float
+    multiplied_padded: float
+    copied: float
+    turned: float
+
+
+FLOOR_US = 6.0
+TILE = 64  # what a kernel multiplies at a time, at the least
+# Of an H200 and the CPU of its host: `python benchmarks/padding.py fit`.
+H200 = Costs(28.5, 46.7, 47.5, 33.1, 48.5, 91.7, 162, 175, 6.69, 638, 1.46, 0.928)
 
 
 @dataclass(frozen=True)
@@ -57,33 +76,39 @@ class Operand:
         """Padding changes its size."""
         return (self.rows, self.columns) != (padded(self.rows), padded(self.columns))
 
-    def copy_us(self) -> float:
-        """Microseconds until it is there with its zeros."""
-        rows, columns = padded(self.rows), padded(self.columns)
-        if not self.is_padded:
+    def copied_us(self, costs: Costs) -> float:
+        """Microseconds of the GPU until it is there with its zeros."""
+        if self.written_padded or not self.is_padded:
             return 0.0
-        if self.written_padded:
-            behind = (rows - self.rows or rows) * (columns - self.columns or columns)
-            return FILL_US + _mb(self.groups * behind) / FILLED_MB_A_US
-        moved = _mb(self.groups * (self.rows * self.columns + 2 * rows * columns))
-        return COPY_US + moved / (TURNED_MB_A_US if self.turned else COPIED_MB_A_US)
+        moved = 2e-6 * self.groups * (self.rows * self.columns + 2 * padded(self.rows) * padded(self.columns))
+        return moved / (costs.turned if self.turned else costs.copied)
+
+    def calls_us(self, costs: Costs) -> float:
+        """Microseconds of the CPU for that."""
+        return (costs.fill_call if self.written_padded else costs.copy_call) * self.is_padded
+
+
+def timed(left: Operand, right: Operand, bias: bool = False, costs: Costs = H200) -> tuple[float, float]:
+    """Microseconds that torch finds of a product of (rows, k) by (k, columns) as it is, and padded."""
+    m, n, k, groups = left.rows, right.columns, left.columns, left.groups
+    lie = min(size & -size for size in (left.lies_by, right.lies_by, n, 8))
+    multiplied = costs.multiplied_padded if lie == 8 else getattr(costs, f"multiplied_{lie}")
+    in_tiles = [-(-size // TILE) * TILE for size in (m, n, k)]
+    as_it_is = _gpu_us(groups, in_tiles, multiplied, costs.moved)
+    product = _gpu_us(groups, [padded(m), padded(n), padded(k)], costs.multiplied_padded, math.inf)
+    calls = costs.padded_call + left.calls_us(costs) + right.calls_us(costs) + costs.bias_calls * (bias and n != padded(n))
+    return max(costs.call, as_it_is), max(calls, product + left.copied_us(costs) + right.copied_us(costs))
 
 
 def pays(left: Operand, right: Operand, bias: bool = False) -> bool:
-    """Whether torch.compile pads a product of (rows, k) by (k, columns)."""
-    (m, k), n, groups = (left.rows, left.columns), right.columns, left.groups
-    if not (left.is_padded or right.is_padded):
-        return False
-    lies = min(size & -size for size in (left.lies_by, right.lies_by, n))
-    mflop = 2e-6 * groups * m * n * k
-    as_it_is = FLOOR_US + mflop / MFLOP_A_US.get(lies, PADDED_MFLOP_A_US) + _mb(groups * (m * n + n * k + m * k)) / MB_A_US
-    m, n, k = padded(m), padded(n), padded(k)
-    product = 2e-6 * groups * m * n * k / PADDED_MFLOP_A_US + _mb(groups * (m * n + n * k + m * k)) / PADDED_MB_A_US
-    return as_it_is > FASTER * (PADDED_FLOOR_US + product + BIAS_US * bias + left.copy_us() + right.copy_us())
+    """Whether torch.compile pads a product."""
+    as_it_is, with_zeros = timed(left, right, bias)
+    return (left.is_padded or right.is_padded) and as_it_is > FASTER * with_zeros
 
 
-def _mb(elements: float) -> float:
-    return 2e-6 * elements
+def _gpu_us(groups: int, sizes: Sequence[int], multiplied: float, moved: float) -> float:
+    m, n, k = sizes
+    return FLOOR_US + 2e-6 * groups * math.hypot(m * n * k / multiplied, (m * n + n * k + m * k) / moved)
 
 
 @dataclass
