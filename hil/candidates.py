@@ -8,7 +8,6 @@ choice is a throw of dice. Here the calls wait in the GPU's queue behind a pause
 
 from __future__ import annotations
 
-import inspect
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -77,8 +76,8 @@ class _Queued:
 def locked_autotune(lock: AbstractContextManager[Any] | None = None) -> Iterator[None]:
     """Inside, torch.compile chooses anew among its candidates, by `queued_ms`, and holds the lock while it times them.
 
-    So it does while it times products padded and as they are, by its own clock: there, what calls take the CPU is part of what
-    it chooses by. What it chose on another occasion is neither read nor kept.
+    What it chose on another occasion is neither read nor kept. It holds the lock, too, while it times products padded and as
+    they are, by its own clock: there, what calls take the CPU is part of what it chooses by.
     """
     from torch._inductor.fx_passes import pad_mm
     from torch._inductor.runtime import triton_heuristics
@@ -92,26 +91,15 @@ def locked_autotune(lock: AbstractContextManager[Any] | None = None) -> Iterator
 
     def should_pad(*args: Any, **kwargs: Any) -> Any:
         with lock or nullcontext():
-            return inspect.unwrap(decided)(*args, **kwargs)
+            return decided(*args, **kwargs)
 
-    decided = pad_mm._should_pad
+    decided = pad_mm.should_pad
     with (
         patch.object(triton_heuristics, "benchmarker", _Queued(triton_heuristics.benchmarker)),
         _chosen(timed),
-        patch.object(pad_mm, "_should_pad", should_pad),
-        patch.object(pad_mm, "get_pad_cache", _Nothing),
+        patch.object(pad_mm, "should_pad", should_pad),
     ):
         yield
-
-
-class _Nothing:
-    """Stands for a cache of torch.compile's."""
-
-    def lookup(self, *_: object) -> None:
-        """It holds nothing."""
-
-    def set_value(self, *_: object, **__: object) -> None:
-        """It keeps nothing."""
 
 
 @contextmanager
