@@ -75,8 +75,6 @@ def _joined_space(first: _Group, second: _Group) -> tuple[int, int] | None:
         if other.kind == "row":
             return row.space if row.space == other.space else None
         return row.space if _fits(row, other) and not (_flat(row) and _across_memory(other)) else None
-    if first.kind == second.kind == "scatter":
-        return None
     return first.space if first.space[0] == second.space[0] else None
 
 

@@ -256,7 +256,8 @@ class Lowering:
             for key, access in self._reads(view, 0 if gathered else turned).items():
                 if gathered:  # of what is computed here, only what is looked up
                     one = view.root.itemsize if view.root.buffer is not None else access.read_bytes / max(view.numel, 1)
-                    access = Access(math.ceil(root.numel * one), False)
+                    whole = view.root.numel * one if view.root.buffer is not None else math.inf  # what is read again is in the L2
+                    access = Access(math.ceil(min(root.numel * one, whole)), False)
                 _add(root.reads, (key[0], key[1] + placed) if view in put else key, access)
             _inline(root, view)
         root.gathers |= name in GATHERS
@@ -272,8 +273,9 @@ class Lowering:
             self._realize(view)
 
     def _used_often(self, node: fx.Node, view: _View) -> None:
-        """Write what several uses would each have to compute from many reads."""
-        if len(node.users) > 1 and (len(view.root.reads) > MOST_READS or len(view.root.computed) > MOST_OPERATIONS):
+        """Write what several uses would each have to compute from many reads, or what is a result of the graph and used in it too."""
+        much = len(view.root.reads) > MOST_READS or len(view.root.computed) > MOST_OPERATIONS
+        if len(node.users) > 1 and (much or any(user.op == "output" for user in node.users)):
             self._realize(view)
 
     def _unrolled(self, node: fx.Node, name: str) -> None:
