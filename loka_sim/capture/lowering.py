@@ -273,7 +273,7 @@ class Lowering:
             self._realize(view)
 
     def _used_often(self, node: fx.Node, view: _View) -> None:
-        """Write what several uses would each have to compute from many reads, or what is a result of the graph and used in it too."""
+        """Write what several uses would each have to compute from many reads, or what is a result and used, too."""
         much = len(view.root.reads) > MOST_READS or len(view.root.computed) > MOST_OPERATIONS
         if len(node.users) > 1 and (much or any(user.op == "output" for user in node.users)):
             self._realize(view)
