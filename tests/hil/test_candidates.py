@@ -120,3 +120,15 @@ def test_a_call_that_the_cpu_needs_longer_for_than_the_gpu_takes_what_the_gpu_ta
 def test_where_the_first_wait_suffices_there_is_no_second(gpu):
     assert queued_ms(lambda: gpu.work(1e-3)) == pytest.approx(1.0, rel=0.02)
     assert len(gpu.sleeps) == 1
+
+
+def test_paddings_are_timed_by_torchs_own_clock_under_the_lock(inductor, monkeypatch):
+    from torch._inductor.fx_passes import pad_mm
+
+    lock, held = Lock(), []
+    monkeypatch.setattr(pad_mm, "should_pad", lambda *asked: held.append(lock.held) or asked)
+    own = pad_mm.should_pad
+    with locked_autotune(lock):
+        assert pad_mm.should_pad("match", "left", "right") == ("match", "left", "right")
+        assert held == [True] and not lock.held
+    assert pad_mm.should_pad is own
