@@ -120,7 +120,10 @@ def predicted_kernels(answer: WhatIf, variant: str) -> tuple[list[Fused], list[t
         # A product with one number is no GEMM in the loops, but one where it runs.
         for missing in [which for which in site.shape.names if (name, which) not in order]:
             order.insert(order.index((name, "grad_weight")) if (name, "grad_weight") in order else len(order), (name, missing))
-    gemms = [(which, Row(by_name[name][1][which], *by_name[name][0].shape.gemm(which))) for name, which in order]
+    gemms = []
+    for name, which in order:
+        site, kernels = by_name[name]
+        gemms.append((which, Row(kernels[which], *site.shape.launched(which, kernels[which]))))
     fused = fused_with_fp8(step, assigned) if assigned else list(answer.spec.fused)
     return [*fused, *table_gradient(answer.spec.tables, TABLE_ROWS)], gemms
 

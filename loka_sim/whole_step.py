@@ -388,7 +388,7 @@ def uneven_gradients(spec: ModelSpec, hardware: HardwareSpec, model: FusedModel,
     """
     between = model.in_step
     every = [site.passes["grad_weight"] for site in spec.sites if "grad_weight" in site.passes]
-    sizes = np.array([gemm.shape(spec.batch) for gemm in every if gemm.groups.at(spec.batch) == 1]).reshape(-1, 3)
+    sizes = np.array([gemm.shape_in_bf16(spec.batch) for gemm in every if gemm.groups.at(spec.batch) == 1]).reshape(-1, 3)
     sizes = sizes[is_across(sizes[:, 0], sizes[:, 1])]
     if between is None or not len(sizes):
         return []
