@@ -75,7 +75,14 @@ def _joined_space(first: _Group, second: _Group) -> tuple[int, int] | None:
         if other.kind == "row":
             return row.space if row.space == other.space else None
         return row.space if _fits(row, other) and not (_flat(row) and _across_memory(other)) else None
+    if first.kind == second.kind == "scatter" and not _own(first) & _own(second):
+        return None
     return first.space if first.space[0] == second.space[0] else None
+
+
+def _own(group: _Group) -> set[tuple[int, str]]:
+    """What each thread of a kernel reads one element of."""
+    return {key for loop in group.members for key, access in loop.reads.items() if access.whole}
 
 
 def _across(first: _Group, second: _Group) -> tuple[int, int] | None:
