@@ -92,24 +92,83 @@ def benchmark():
     return module
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_kernels_are_torch_compiles(benchmark, name):
-    kind, size = MODELS[name]
-    with torch.device("meta"):
-        model, x = kind(), torch.empty(size)
+def own_and_theirs(benchmark, model, inputs, batch):
+    """What a graph's loops are as kernels, and torch.compile's kernels with their names and counts."""
     graphs = []
 
     def keep(graph):
         graphs.append(copy.deepcopy(graph.owning_module))
         return Lowered()
 
-    with mock.patch.object(benchmark.trace, "lower", keep):
-        benchmark.trace.traced(model, (x,), None, size[0], size[0], 0)
+    with (
+        mock.patch.object(benchmark.trace, "lower", keep),
+        mock.patch.object(benchmark.trace, "_marked_tables", lambda model: model),
+    ):
+        benchmark.trace.traced(model, inputs, None, batch, batch, 0)
     own = [group for graph in graphs for lowered in [lower(graph.graph)] for group in measured(lowered, kernels(lowered))]
     with warnings.catch_warnings(), torch._inductor.config.patch(compile_threads=1):
         warnings.simplefilter("ignore")
         theirs = benchmark.by_torch_compile(dict(zip(("forward", "backward"), graphs, strict=True)))
+    return own, theirs
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_kernels_are_torch_compiles(benchmark, name):
+    kind, size = MODELS[name]
+    with torch.device("meta"):
+        model, x = kind(), torch.empty(size)
+    own, theirs = own_and_theirs(benchmark, model, (x,), size[0])
     here = sorted(group.read_bytes + group.written_bytes for group in own)
     there = sorted(size for _, count, kernel in theirs for size in [kernel.read_bytes + kernel.written_bytes] * count)
     here, there = ([size for size in sizes if size > LARGE] for sizes in (here, there))
     assert here == pytest.approx(there, rel=0.05)
+
+
+class Pairs(nn.Module):
+    """Products of all pairs of fields: two look-ups of what is made here, whose gradients take in the same elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.fields = nn.Embedding(1000, 32)
+        left, right = torch.triu_indices(24, 24, offset=1)
+        self.register_buffer("left", left)
+        self.register_buffer("right", right)
+        self.out = nn.Linear(32, 64)
+
+    def forward(self, ids):
+        x = self.fields(ids)
+        return self.out(x[:, self.left] * x[:, self.right])
+
+
+class Tables(nn.Module):
+    """Rows of several tables side by side: each table's gradient takes in elements of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(1000, 64) for _ in range(4))
+        self.out = nn.Linear(256, 64)
+
+    def forward(self, ids):
+        return self.out(torch.cat([table(ids[:, field]) for field, table in enumerate(self.tables)], 1))
+
+
+@pytest.mark.parametrize(("kind", "fields"), [(Pairs, 24), (Tables, 4)])
+def test_gradients_of_look_ups_are_as_many_kernels_as_torch_compiles(benchmark, kind, fields):
+    with torch.device("meta"):
+        model, ids = kind(), torch.zeros(2048, fields, dtype=torch.long)
+    own, theirs = own_and_theirs(benchmark, model, (ids,), 2048)
+    added = sum(count for _, count, kernel in theirs if kernel.read_bytes and "index_put" in str(kernel.operators))
+    assert sum(group.kind == "scatter" for group in own) == added
+
+
+def test_what_a_graph_gives_back_and_uses_too_is_written_once(benchmark):
+    with torch.device("meta"):
+        model, ids = Pairs(), torch.zeros(2048, 24, dtype=torch.long)
+    own, theirs = own_and_theirs(benchmark, model, (ids,), 2048)
+    written = 2048 * 24 * 32 * 2
+    (made,) = [group for group in own if group.kind == "gather" and group.written_bytes == written]
+    (pairs,) = [group for group in own if group.kind == "gather" and group.written_bytes > written]
+    # The look-ups read what was written, again and again out of the L2; nothing of the table.
+    there = [kernel for _, _, kernel in theirs if kernel.written_bytes == pairs.written_bytes and "mul" in str(kernel.operators)]
+    assert pairs.read_bytes == pytest.approx(written, rel=0.05) and made.read_bytes < 2 * written
+    assert any(pairs.read_bytes == pytest.approx(kernel.read_bytes, rel=0.05) for kernel in there)
