@@ -87,10 +87,8 @@ def find_sites(step: Lowered, sites: Sequence[Site], batch: int) -> set[tuple[st
                 _name(candidates[0], site, name, batch)
                 gradient = candidates[0].operands["g"][0]
                 gradients = {copied.get(gradient, gradient)}
-    sizes = {site.name: site for site in sites}
-    return {
-        loop.site for loop in step.scheduled if loop.site[0] and not _same(loop, _sizes(sizes[loop.site[0]], loop.site[1], batch))
-    }
+    by_name, named = {site.name: site for site in sites}, [loop for loop in step.scheduled if loop.site[0]]
+    return {loop.site for loop in named if not _same(loop, _sizes(by_name[loop.site[0]], loop.site[1], batch)[0])}
 
 
 def _copies(step: Lowered) -> dict[int, int]:
@@ -108,23 +106,26 @@ def _read(loop: Scheduled, copied: Mapping[int, int]) -> set[int]:
     return {copied.get(buffer, buffer) for buffer, _, _ in loop.operands.values()}
 
 
-def _sizes(site: Site, name: str, batch: int) -> tuple[int, int, int, int]:
-    return (site.passes[name].groups.at(batch), *site.passes[name].shape(batch))
+Sizes = tuple[int, int, int, int]
+
+
+def _sizes(site: Site, name: str, batch: int) -> tuple[Sizes, Sizes]:
+    """Groups, m, n and k of a pass, as they are and padded."""
+    groups, (m, n, k) = site.passes[name].groups.at(batch), site.passes[name].shape(batch)
+    return (groups, m, n, k), (groups, padded(m), padded(n), padded(k))
 
 
 def _fits(loop: Scheduled, site: Site, name: str, batch: int) -> bool:
-    groups, *sizes = _sizes(site, name, batch)
-    return _same(loop, (groups, *sizes)) or _same(loop, (groups, *map(padded, sizes)))
+    return any(_same(loop, sizes) for sizes in _sizes(site, name, batch))
 
 
-def _same(loop: Scheduled, sizes: tuple[int, ...]) -> bool:
+def _same(loop: Scheduled, sizes: Sizes) -> bool:
     groups, m, n, k = sizes
     return loop.gemm in ((groups, m, n, k), (groups, n, m, k))
 
 
 def _name(loop: Scheduled, site: Site, name: str, batch: int) -> None:
-    groups, *sizes = _sizes(site, name, batch)
-    straight = loop.gemm in ((groups, *sizes), (groups, *map(padded, sizes)))
+    straight = loop.gemm in _sizes(site, name, batch)
     left, right = OPERANDS[name] if straight else reversed(OPERANDS[name])
     loop.operands = {left: loop.operands["left"], right: loop.operands["right"]}
     loop.site = (site.name, name)

@@ -255,9 +255,10 @@ class Lowering:
             gathered = isinstance(source, fx.Node) and view in self._all(source)
             for key, access in self._reads(view, 0 if gathered else turned).items():
                 if gathered:  # of what is computed here, only what is looked up
-                    one = view.root.itemsize if view.root.buffer is not None else access.read_bytes / max(view.numel, 1)
-                    whole = view.root.numel * one if view.root.buffer is not None else math.inf  # what is read again is in the L2
-                    access = Access(math.ceil(min(root.numel * one, whole)), False)
+                    looked_up = root.numel * access.read_bytes / max(view.numel, 1)
+                    if view.root.buffer is not None:  # what is read again is in the L2
+                        looked_up = min(root.numel, view.root.numel) * view.root.itemsize
+                    access = Access(math.ceil(looked_up), False)
                 _add(root.reads, (key[0], key[1] + placed) if view in put else key, access)
             _inline(root, view)
         root.gathers |= name in GATHERS

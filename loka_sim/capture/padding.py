@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._inductor.fx_passes import pad_mm
 
 from loka_sim.modelspec import padded
 
@@ -124,6 +123,7 @@ class Padding:
     @contextlib.contextmanager
     def as_compiled(self) -> Iterator[None]:
         """Let torch's own pass over a graph pad what `pays` says."""
+        from torch._inductor.fx_passes import pad_mm
 
         def should_pad(match: Any, left: Tensor, right: Tensor, op: Any, input: Tensor | None = None) -> bool:
             if left.dtype not in (torch.bfloat16, torch.float16):
