@@ -199,7 +199,7 @@ def _launch_once(calls: Sequence[tuple[str, Shape]]) -> None:
         del pool
 
 
-def _profiled(calls: Sequence[tuple[Runner, Shape]], pool: BufferPool, first: int) -> list[float | None]:
+def profiled(calls: Sequence[tuple[Runner, Shape]], pool: BufferPool, first: int) -> list[float | None]:
     """Times of calls, launched one after another on rotating operands from number `first` on; None for one that fails."""
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -237,7 +237,7 @@ def measured(
             print(f"out of time after {start} of {len(shapes)} shapes", file=sys.stderr)
             return
         calls = [(runner, shape) for shape in shapes[start : start + chunk] for runner in runners if takes(runner.name, shape)]
-        for (runner, s), value in zip(calls, _profiled(calls, pool, LAUNCHES * done), strict=True):
+        for (runner, s), value in zip(calls, profiled(calls, pool, LAUNCHES * done), strict=True):
             if value is not None:
                 yield {"kernel": runner.name, "m": s.m, "n": s.n, "k": s.k, "groups": s.groups, "time_us": value}
         done += len(calls)

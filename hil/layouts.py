@@ -1,0 +1,154 @@
+"""Time bf16 GEMMs as a training step lays their operands, beside the same products with K fastest in both.
+
+    python -m hil.layouts --out data/h200 --count 60000 --seed 9501 --minutes 3
+    python -m hil.layouts --out data/h200 --count 30000 --seed 9551 --minutes 1 --odd
+    python -m hil.layouts --out data/h200 --count 2000 --seed 9571 --minutes 2 --careful
+
+`torch/bf16` and `torch/bf16_batched` are timed, and their times learned, with K fastest: as a layer's output reads its input and
+weight. Its input's gradient reads the weight along N, and its weight's gradient reads both operands across; cuBLAS has other
+kernels for each, chooses otherwise among them, and where sizes are odd falls back on far older ones. Every product here is timed in
+all four layouts of its operands, one behind the other: quickly, as `hil.launches` does, or as carefully as `hil.collect` (graphs
+replayed in turn, `--careful`: 8 products a second). What the layouts take is learned from here by `perfmodel.fit_layouts`.
+
+A row is one product: m, n, k, groups, a column of microseconds for each layout (`row_column_us`: operand a contiguous along K
+("row"), b along K ("column"), as in `loka_sim.modelspec.Gemm`), and whether it was timed carefully.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from hil.command import Parser
+from hil.files import write_atomic
+from hil.fingerprint import fingerprint, has_gpu
+from hil.kernels.base import Runner, Shape
+from hil.launches import LAUNCHES, drawn, profiled
+from hil.timing import BufferPool, capture, launches_for, time_interleaved
+from perfmodel.layouts import FILE, LAYOUTS, column
+
+KERNELS = ("torch/bf16", "torch/bf16_batched")
+MOST_ELEMENTS = 2**28
+_CHUNK = 400
+
+
+def runner(layout: tuple[str, str]) -> Runner:
+    """A product in a layout of its operands, batched where the shape has groups."""
+
+    def bind(shape: Shape, pool: BufferPool) -> Callable[[int], Any]:
+        import torch
+
+        lead = () if shape.groups == 1 else (shape.groups,)
+        multiply = torch.mm if shape.groups == 1 else torch.bmm
+        a_sizes = (shape.m, shape.k) if layout[0] == "row" else (shape.k, shape.m)
+        b_sizes = (shape.k, shape.n) if layout[1] == "row" else (shape.n, shape.k)
+
+        def launch(index: int) -> Any:
+            a, b = pool.view((*lead, *a_sizes), index, 0), pool.view((*lead, *b_sizes), index, 1)
+            return multiply(a if layout[0] == "row" else a.mT, b if layout[1] == "row" else b.mT)
+
+        return launch
+
+    def moved(s: Shape) -> int:
+        return 2 * s.groups * (s.m * s.k + s.n * s.k + s.m * s.n)
+
+    def unchecked(shape: Shape, pool: BufferPool, result: object) -> float:
+        raise NotImplementedError(f"{layout} is torch's own product; nothing is checked here")
+
+    return Runner("_".join(layout), moved, bind, unchecked, 0.0)
+
+
+def quickly(shapes: Sequence[Shape], deadline: float) -> Iterator[dict[str, Any]]:
+    """Rows of shapes by single launches under torch's profiler, until done or out of time; without those that fail."""
+    pool, runners = BufferPool(elements=2 * MOST_ELEMENTS), [runner(layout) for layout in LAYOUTS]
+    for start in range(0, len(shapes), _CHUNK):
+        if time.time() > deadline:
+            print(f"out of time after {start} of {len(shapes)} products", file=sys.stderr)
+            return
+        chunk = shapes[start : start + _CHUNK]
+        times = profiled([(each, shape) for shape in chunk for each in runners], pool, LAUNCHES * len(runners) * start)
+        for number, shape in enumerate(chunk):
+            yield from _row(shape, times[number * len(runners) : (number + 1) * len(runners)], careful=False)
+
+
+def carefully(shapes: Sequence[Shape], deadline: float) -> Iterator[dict[str, Any]]:
+    """Rows of shapes by graphs that are replayed in turn, until done or out of time."""
+    pool, runners = BufferPool(elements=2 * MOST_ELEMENTS), [runner(layout) for layout in LAYOUTS]
+    for done, shape in enumerate(shapes):
+        if time.time() > deadline:
+            print(f"out of time after {done} of {len(shapes)} products", file=sys.stderr)
+            return
+        number = launches_for(runners[0].moved_bytes(shape))
+        captured = [capture(each.bind(shape, pool), number) for each in runners]
+        times = [timing.quantile(0.5) for timing in time_interleaved([(graph, number) for graph, _ in captured], 6.0)]
+        del captured
+        yield from _row(shape, times, careful=True)
+
+
+def _row(shape: Shape, times: Sequence[float | None], careful: bool) -> Iterator[dict[str, Any]]:
+    if None not in times:
+        sizes = {"m": shape.m, "n": shape.n, "k": shape.k, "groups": shape.groups}
+        yield {**sizes, **{column(layout): us for layout, us in zip(LAYOUTS, times, strict=True)}, "careful": careful}
+
+
+def add(rows: pd.DataFrame, run: dict[str, Any], folder: Path) -> None:
+    """Add a run's rows to the folder's table, and the run to its sidecar; each is written whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, sidecar = folder / FILE, (folder / FILE).with_suffix(".json")
+    runs = json.loads(sidecar.read_text())["runs"] if sidecar.is_file() else []
+    if path.is_file():
+        rows = pd.concat([pd.read_parquet(path), rows], ignore_index=True)
+    method = "quick: medians of three single launches under torch's profiler (hil/launches.py); careful: of graphs (hil/timing.py)"
+    types = {**dict.fromkeys(("m", "n", "k", "groups"), "int32"), **{column(layout): "float32" for layout in LAYOUTS}}
+    document = json.dumps({"schema_version": 1, "method": method, "runs": [*runs, run]}, indent=1) + "\n"
+    # The sidecar first: a row without its run would be worse than a run without rows.
+    write_atomic(sidecar, lambda beside: beside.write_text(document))
+    table = rows.astype(types)
+    write_atomic(path, lambda beside: table.to_parquet(beside, index=False, compression="zstd", compression_level=15))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = Parser(prog="python -m hil.layouts", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help=f"folder of {FILE}, extended if it is there")
+    parser.add_argument("--count", type=int, default=60000, help="products to draw (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=9501)
+    draws = parser.add_mutually_exclusive_group()
+    for which, of in (("odd", "of any sizes"), ("few", "in few groups of any sizes"), ("broad", "between the round sizes")):
+        draws.add_argument(f"--{which}", dest="which", action="store_const", const=which, default="layers", help=f"products {of}")
+    parser.add_argument("--minutes", type=float, default=3.0, help="stop in time and keep what is measured (default: %(default)s)")
+    parser.add_argument("--careful", action="store_true", help="replay graphs, as hil.collect does: some 8 products a second")
+    options = parser.parse_args(arguments)
+
+    if not has_gpu():
+        return 3
+    warnings.filterwarnings("ignore", message=".*Profiler clears events")
+    began, sizes = time.time(), ["m", "n", "k", "groups"]
+    path = options.out / FILE
+    known = {tuple(row) for row in pd.read_parquet(path, columns=sizes).to_numpy()} if path.is_file() else set()
+    shapes = [
+        s
+        for s in drawn(options.count, options.seed, KERNELS, which=options.which)
+        if (s.m, s.n, s.k, s.groups) not in known and s.largest_operand <= MOST_ELEMENTS
+    ]
+    measured = carefully if options.careful else quickly
+    fresh = pd.DataFrame(measured(shapes, began + 60 * options.minutes))
+    if not len(fresh):
+        print("nothing new was measured; draw more (--count) or otherwise (--seed)", file=sys.stderr)
+        return 1
+    command = f"python -m hil.layouts {shlex.join(arguments if arguments is not None else sys.argv[1:])}"
+    add(fresh, {"command": command, **fingerprint(), "rows": len(fresh)}, options.out)
+    print(f"{len(fresh)} products, {time.time() - began:.0f} s", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
