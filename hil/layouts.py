@@ -106,7 +106,9 @@ def add(rows: pd.DataFrame, run: dict[str, Any], folder: Path) -> None:
     runs = json.loads(sidecar.read_text())["runs"] if sidecar.is_file() else []
     if path.is_file():
         rows = pd.concat([pd.read_parquet(path), rows], ignore_index=True)
-    method = "quick: medians of three single launches under torch's profiler (hil/launches.py); careful: of graphs (hil/timing.py)"
+    method = (
+        "quick: medians of three single launches under torch's profiler (hil/launches.py); careful: of graphs (hil/timing.py)"
+    )
     types = {**dict.fromkeys(("m", "n", "k", "groups"), "int32"), **{column(layout): "float32" for layout in LAYOUTS}}
     document = json.dumps({"schema_version": 1, "method": method, "runs": [*runs, run]}, indent=1) + "\n"
     # The sidecar first: a row without its run would be worse than a run without rows.
@@ -124,7 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     draws = parser.add_mutually_exclusive_group()
     for which, of in (("odd", "of any sizes"), ("few", "in few groups of any sizes"), ("broad", "between the round sizes")):
         draws.add_argument(f"--{which}", dest="which", action="store_const", const=which, default="layers", help=f"products {of}")
-    parser.add_argument("--minutes", type=float, default=3.0, help="stop in time and keep what is measured (default: %(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=3.0, help="stop in time and keep what is measured (default: %(default)s)"
+    )
     parser.add_argument("--careful", action="store_true", help="replay graphs, as hil.collect does: some 8 products a second")
     options = parser.parse_args(arguments)
 

@@ -1,13 +1,169 @@
-"""What a bf16 GEMM takes in another layout of its operands than the one that it was timed in."""
+"""What a bf16 GEMM takes in another layout of its operands than the one that it was timed in.
+
+`torch/bf16` and `torch/bf16_batched` are timed and learned with K fastest in both operands, as a layer's output reads its input and
+its weight. A gradient reads one of them, or both, across: cuBLAS has other kernels for that, and where sizes are odd far older
+ones. Trees of a layout say by which factor, by the sizes, and by what the product and its transpose take with K fastest
+(`perfmodel.fit_layouts`, from `hil.layouts`).
+"""
 
 from __future__ import annotations
 
-FILE = "layouts.parquet"
-K_FASTEST = ("row", "column")
-LAYOUTS = (K_FASTEST, ("row", "row"), ("column", "row"), ("column", "column"))
-"""Of operand a and of operand b, as in `loka_sim.modelspec.Gemm`."""
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from perfmodel import hardware as hardware_module
+from perfmodel.data_folder import data_folder
+from perfmodel.features import gemm_features
+from perfmodel.hardware import HardwareSpec
+from perfmodel.kernels import KERNELS
+from perfmodel.roofline import moved_bytes
+from perfmodel.trees import Trees
+
+if TYPE_CHECKING:
+    from perfmodel.calls import Sizes
+    from perfmodel.model import PerfModel
+
+Array = npt.NDArray[np.float64]
+Layout = tuple[str, str]
+"""Of operand a and of operand b, as in `loka_sim.modelspec.Gemm`: `row` or `column`, whatever of their two sizes is contiguous."""
+
+SCHEMA_VERSION = 1
+FILE, MANIFEST = "layouts.parquet", "layouts.json"
+BF16, BATCHED = "torch/bf16", "torch/bf16_batched"
+K_FASTEST: Layout = ("row", "column")
+OTHERS: tuple[Layout, ...] = (("row", "row"), ("column", "row"), ("column", "column"))
+LAYOUTS = (K_FASTEST, *OTHERS)
+# Output tiles of cuBLAS' older kernels, beside those of `features.TILES`.
+_TILES = ((32, 32), (64, 32), (32, 64), (256, 64), (64, 256), (128, 64), (192, 128), (128, 192))
 
 
-def column(layout: tuple[str, str]) -> str:
-    """Of microseconds in a layout."""
+def column(layout: Layout) -> str:
+    """Of microseconds in a layout, in `FILE`."""
     return f"{layout[0]}_{layout[1]}_us"
+
+
+def model_file(layout: Layout) -> str:
+    """File name of a layout's trees inside the models folder."""
+    return f"layouts__{layout[0]}_{layout[1]}.ubj.gz"
+
+
+def _alignment(size: Array) -> Array:
+    whole = size.astype(np.int64)
+    return np.asarray(np.log2(np.minimum(whole & -whole, 256)), dtype=np.float64)
+
+
+def features(sizes: Sizes, alone_us: Array, turned_us: Array, hardware: HardwareSpec) -> tuple[list[str], Array]:
+    """Names and (products, features) matrix of products.
+
+    Args:
+        sizes: m, n, k and groups, 1-D arrays.
+        alone_us: What they take with K fastest.
+        turned_us: What their transposes, (n, m, k), take so.
+        hardware: The GPU.
+    """
+    m, n, k, groups = sizes
+    names, matrix = gemm_features(BF16, m, n, k, groups, hardware)
+    along_m, along_n, along_k = (_alignment(size) for size in (m, n, k))
+    columns: dict[str, Array] = {
+        "log2_alone": np.log2(alone_us), "log_turned_over_alone": np.log(turned_us / alone_us),
+        "log2_alone_over_bytes": np.log2(alone_us * hardware.copy_bandwidth_tbs * 1e6 / moved_bytes(KERNELS[BF16], m, n, k, groups)),
+        "align_mn": np.minimum(along_m, along_n), "align_mk": np.minimum(along_m, along_k), "align_nk": np.minimum(along_n, along_k),
+        "last_m": (m - 1) % 128 + 1, "last_n": (n - 1) % 128 + 1, "last_k": (k - 1) % 64 + 1,
+        "last_m_of_256": (m - 1) % 256 + 1, "last_n_of_256": (n - 1) % 256 + 1,
+        "log2_less_of_mn": np.log2(np.minimum(m, n)), "log2_more_of_mn": np.log2(np.maximum(m, n)),
+        "log2_k_over_groups": np.log2(k / groups),
+    }  # fmt: skip
+    for tile_m, tile_n in _TILES:
+        tiles, name = np.ceil(m / tile_m) * np.ceil(n / tile_n) * groups, f"{tile_m}x{tile_n}"
+        waves = tiles / hardware.multiprocessors
+        columns |= {f"log2_waves_{name}": np.log2(waves), f"wave_fill_{name}": waves / np.ceil(waves)}
+        columns[f"tile_fill_{name}"] = groups * m * n / (tiles * tile_m * tile_n)
+    return [*names, *columns], np.column_stack([matrix, *columns.values()])
+
+
+def both_ways(model: PerfModel, sizes: Sizes) -> tuple[Array, Array]:
+    """Microseconds with K fastest of products and of their transposes, by a model of kernels' times."""
+    m, n, k, groups = sizes
+    kernels = np.where(groups > 1, BATCHED, BF16)
+    asked = {
+        "kernel": np.concatenate([kernels, kernels]).tolist(), "m": np.concatenate([m, n]), "n": np.concatenate([n, m]),
+        "k": np.concatenate([k, k]), "groups": np.concatenate([groups, groups]),
+    }  # fmt: skip
+    both = np.asarray(model.predict(asked)["time_us"], dtype=np.float64)
+    return both[: len(m)], both[len(m) :]
+
+
+@dataclass(frozen=True)
+class LayoutModel:
+    """By which factor bf16 products of one GPU take longer in other layouts than with K fastest.
+
+    Attributes:
+        folder: Where the trees lie.
+        manifest: What they were fitted on, and how far off they were.
+        fitted: The GPU whose products these are.
+        times: Of kernels on that GPU.
+    """
+
+    folder: Path
+    manifest: Mapping[str, Any]
+    fitted: HardwareSpec
+    times: PerfModel
+
+    @cached_property
+    def _trees(self) -> dict[Layout, Trees]:
+        found = {}
+        for layout in OTHERS:
+            path = self.folder / model_file(layout)
+            try:
+                found[layout] = Trees(path.read_bytes())
+            except (EOFError, OSError) as error:
+                raise ValueError(f"{path} is missing or truncated; copy the folder again") from error
+        return found
+
+    def factors(
+        self, layouts: Sequence[Layout], m: npt.ArrayLike, n: npt.ArrayLike, k: npt.ArrayLike, groups: npt.ArrayLike
+    ) -> Array:
+        """Time in each product's layout over its time with K fastest, (products,); 1 of a layout that no trees know.
+
+        Args:
+            layouts: Of each product's operands.
+            m: Rows of their results.
+            n: Columns of their results.
+            k: What they contract.
+            groups: Products in one call.
+        """
+        sizes = tuple(np.asarray(size, dtype=np.float64) for size in (m, n, k, groups))
+        result = np.ones(len(sizes[0]))
+        known = np.array([layout in OTHERS for layout in layouts], dtype=bool)
+        if known.any():
+            asked = tuple(size[known] for size in sizes)
+            _, matrix = features(asked, *both_ways(self.times, asked), self.fitted)
+            which = [layout for layout in layouts if layout in OTHERS]
+            found = np.empty(len(which))
+            for layout in set(which):
+                mine = np.array([other == layout for other in which])
+                found[mine] = np.exp(self._trees[layout].predict(matrix[mine]))
+            result[known] = found
+        return result
+
+
+@lru_cache(maxsize=4)
+def load(hardware: HardwareSpec) -> LayoutModel | None:
+    """Of a GPU, or of the nearest shipped one whose products were timed in other layouts; None where there is neither.
+
+    Raises:
+        ValueError: the file is of another schema version.
+    """
+    import perfmodel
+
+    found = hardware_module.fitted(hardware, MANIFEST, SCHEMA_VERSION)
+    if found is None:
+        return None
+    manifest, like = found
+    return LayoutModel(data_folder() / like / "models", manifest, hardware_module.load(like), perfmodel.load(like))

@@ -1,0 +1,120 @@
+"""Learn what bf16 GEMMs take in the layouts of a training step, and judge it on products that were timed with more care.
+
+    python -m perfmodel.fit_layouts --hardware h200
+
+Trees on the logarithm of a product's time in a layout over its time with K fastest (`perfmodel.layouts`), from `layouts.parquet`
+(`hil.layouts`). First they learn from the quick timings alone and are judged on the careful ones, whose products are others: by
+themselves, and together with the model of times with K fastest as it ships. Those that are written learn from both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+import perfmodel
+from perfmodel import hardware as hardware_module
+from perfmodel.data_folder import data_folder
+from perfmodel.hardware import HardwareSpec
+from perfmodel.in_step import VECTOR
+from perfmodel.layouts import FILE, K_FASTEST, MANIFEST, OTHERS, SCHEMA_VERSION, Layout, both_ways, column, features, model_file
+from perfmodel.packed import pack
+from perfmodel.slim import slim
+
+Array = npt.NDArray[np.float64]
+
+ROUNDS = 500
+PARAMETERS: dict[str, Any] = {
+    "objective": "reg:pseudohubererror", "huber_slope": 0.3, "base_score": 0.0, "eta": 0.08, "max_depth": 9,
+    "min_child_weight": 8, "subsample": 0.8, "colsample_bytree": 0.5, "max_bin": 512, "tree_method": "hist", "seed": 0,
+}  # fmt: skip
+CAREFUL_WEIGHT = 3.0
+SIZES = ["m", "n", "k", "groups"]
+
+
+def train(rows: pd.DataFrame, matrix: Array, names: list[str], layout: Layout) -> Any:
+    """Trees on log(time in a layout / time with K fastest)."""
+    import xgboost
+
+    target = np.log(rows[column(layout)] / rows[column(K_FASTEST)]).to_numpy(dtype=float)
+    weight = np.where(rows["careful"], CAREFUL_WEIGHT, 1.0)
+    return xgboost.train(PARAMETERS, xgboost.DMatrix(matrix, target, weight=weight, feature_names=names), ROUNDS)
+
+
+def judged(rows: pd.DataFrame, alone: Array, factor: Array, layout: Layout) -> list[dict[str, Any]]:
+    """How far off products of each sort are: with K fastest taken for their layout, told in their layout, and by the factor alone.
+
+    Args:
+        rows: Products.
+        alone: What they are told to take with K fastest, in microseconds.
+        factor: Told of the layout.
+        layout: Of their operands.
+    """
+    measured, timed = (rows[column(which)].to_numpy(dtype=float) for which in (layout, K_FASTEST))
+    even = (rows[SIZES[:3]] % VECTOR == 0).all(axis=1).to_numpy()
+    batched = (rows["groups"] > 1).to_numpy()
+    found = []
+    for many in (False, True):
+        for lies_evenly in (True, False):
+            mine = (batched == many) & (even == lies_evenly)
+            off, before, by_factor = (np.abs(us[mine] / measured[mine] - 1) for us in (alone * factor, alone, timed * factor))
+            found.append(
+                {
+                    "layout": "_".join(layout), "batched": many, "even": lies_evenly, "n": int(mine.sum()),
+                    "mape": float(off.mean()), "p90": float(np.quantile(off, 0.9)), "worst": float(off.max()),
+                    "factor_alone": float(by_factor.mean()), "as_k_fastest": float(before.mean()),
+                    "as_k_fastest_p90": float(np.quantile(before, 0.9)),
+                }
+            )  # fmt: skip
+    return found
+
+
+def fit(rows: pd.DataFrame, model: perfmodel.PerfModel, spec: HardwareSpec, folder: Path) -> list[dict[str, Any]]:
+    """Learn, judge and write every layout's trees; returns what `judged` says of products that were timed with care."""
+    sizes = tuple(rows[name].to_numpy(dtype=np.float64) for name in SIZES)
+    alone, turned = both_ways(model, sizes)
+    names, matrix = features(sizes, alone, turned, spec)
+    careful = rows["careful"].to_numpy(dtype=bool)
+    found = []
+    for layout in OTHERS:
+        booster = train(rows[~careful], matrix[~careful], names, layout)
+        factor = np.exp(booster.inplace_predict(matrix[careful]).astype(np.float64))
+        found += judged(rows[careful], alone[careful], factor, layout)
+        saved = pack(slim(train(rows, matrix, names, layout)))
+        (folder / model_file(layout)).write_bytes(saved)
+    return found
+
+
+def main() -> int:
+    """Fit, judge, write."""
+    parser = argparse.ArgumentParser(prog="python -m perfmodel.fit_layouts", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--hardware", default="h200", choices=hardware_module.available())
+    options = parser.parse_args()
+    folder = data_folder() / options.hardware
+    if not (folder / FILE).is_file():
+        parser.error(f"{folder / FILE} is not there; measure it with: python -m hil.layouts --out {folder}")
+    rows = pd.read_parquet(folder / FILE)
+    found = fit(rows, perfmodel.load(options.hardware), hardware_module.load(options.hardware), folder / "models")
+    manifest = {
+        "schema_version": SCHEMA_VERSION, "hardware": options.hardware,
+        "command": f"python -m perfmodel.fit_layouts --hardware {options.hardware}", "products": len(rows), "judged": found,
+    }  # fmt: skip
+    (folder / "models" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    print(f"{'layout':14s} {'':8s} {'sizes':7s} {'n':>5s}   as K fastest         told in it          factor alone")
+    for entry in found:
+        sort = f"{'batched' if entry['batched'] else '':8s} {'even' if entry['even'] else 'uneven':7s}"
+        print(
+            f"{entry['layout']:14s} {sort} {entry['n']:5d}  {entry['as_k_fastest']:6.1%} (p90 {entry['as_k_fastest_p90']:6.1%})"
+            f"  {entry['mape']:6.1%} (p90 {entry['p90']:6.1%}, worst {entry['worst']:.0%})  {entry['factor_alone']:6.1%}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
