@@ -22,7 +22,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -38,11 +38,12 @@ from loka_sim.modelspec import Fused
 from loka_sim.validation.runnable import TABLE_ROWS
 from loka_sim.whatif import WhatIf, whatif
 from loka_sim.whole_step import batched_products, described, launched, log_loss, table_gradient, with_partial_sums
-from perfmodel import hardware
+from perfmodel import hardware, layouts
 from perfmodel.fused import COLUMNS, baseline_us
 from perfmodel.hardware import DEFAULT
 from perfmodel.in_step import RESCALES, VECTOR, is_counted
 from perfmodel.kernels import KERNELS
+from perfmodel.layouts import K_FASTEST
 
 CLOSE = 0.25  # of the logarithm of the bytes
 STAGE = 1024  # elements that the second stage of a sum adds up at most
@@ -58,6 +59,15 @@ STEP = ("model", "batch", "variant")
 COUNTS = ("step_launches", "step_batched")
 MEASURED = ("kind", "table", "kept", "reduced", "bytes", "written", "rescales", "slow", "placed", "us", "left")
 PAIRED = (*COLUMNS, "label", "us", "launches", "staged")
+LAYOUT = ("layout_a", "layout_b")
+
+
+class Product(NamedTuple):
+    """A GEMM of a step, and how its operands lie, as `loka_sim.modelspec.Gemm` says it; FP8's always with K fastest."""
+
+    row: Row
+    layout_a: str
+    layout_b: str
 
 
 def measured_kernels(profile: dict[str, Any]) -> pd.DataFrame:
@@ -100,8 +110,8 @@ def _rescales(operators: dict[str, int]) -> bool:
     return below - 2 * above >= 2
 
 
-def predicted_kernels(answer: WhatIf, variant: str) -> tuple[list[Fused], list[tuple[str, Row]]]:
-    """Fused kernels of a step with dense gradients of its tables, and its GEMMs by pass in the order of the specification."""
+def predicted_kernels(answer: WhatIf, variant: str) -> tuple[list[Fused], list[Product]]:
+    """Fused kernels of a step with dense gradients of its tables, and its GEMMs in the order of the specification."""
     sites = answer.sites
     if variant == "decision":
         chosen = [{name: entry.kernel for name, entry in site.passes.items()} for site in sites]
@@ -123,9 +133,20 @@ def predicted_kernels(answer: WhatIf, variant: str) -> tuple[list[Fused], list[t
     gemms = []
     for name, which in order:
         site, kernels = by_name[name]
-        gemms.append((which, Row(kernels[which], *site.shape.launched(which, kernels[which]))))
+        gemm = site.site.passes[which]
+        row = Row(kernels[which], *site.shape.launched(which, kernels[which]))
+        gemms.append(Product(row, *(K_FASTEST if KERNELS[row.kernel].is_fp8 else (gemm.layout_a, gemm.layout_b))))
     fused = fused_with_fp8(step, assigned) if assigned else list(answer.spec.fused)
     return [*fused, *table_gradient(answer.spec.tables, TABLE_ROWS)], gemms
+
+
+def alone_us(answer: WhatIf, gemms: Sequence[Product]) -> list[float]:
+    """Microseconds of each GEMM by itself, in its layout."""
+    times, model = [answer.times.of[gemm.row].us for gemm in gemms], layouts.load(hardware.load(DEFAULT))
+    if model is None or not gemms:
+        return times
+    factors = model.factors([gemm[1:] for gemm in gemms], *np.array([gemm.row[1:] for gemm in gemms]).T)
+    return [time * factor for time, factor in zip(times, factors.tolist(), strict=True)]
 
 
 def paired_fused(measured: pd.DataFrame, kernels: Sequence[Fused], batch: int) -> list[dict[str, Any]]:
@@ -195,7 +216,7 @@ def _add_stage(found: Iterable[dict[str, Any]], row: Any, left: float) -> None:
             left -= number
 
 
-def paired_gemms(profile: dict[str, Any], rows: Sequence[tuple[str, Row]], alone: Sequence[float]) -> list[dict[str, Any]]:
+def paired_gemms(profile: dict[str, Any], rows: Sequence[Product], alone: Sequence[float]) -> list[dict[str, Any]]:
     """GEMMs with their time, what adds up their parts with them.
 
     Each launch goes with one row, so that together they are least apart: in precision, in how the operands lie, in whether cuBLAS
@@ -203,8 +224,8 @@ def paired_gemms(profile: dict[str, Any], rows: Sequence[tuple[str, Row]], alone
 
     Args:
         profile: Of the step.
-        rows: As predicted, in the order of the specification, each with its pass.
-        alone: Microseconds of each by itself.
+        rows: As predicted, in the order of the specification.
+        alone: Microseconds of each by itself, in its layout.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -222,8 +243,8 @@ def paired_gemms(profile: dict[str, Any], rows: Sequence[tuple[str, Row]], alone
         return []
     seen = [(name.startswith("nvjet_sm90_q"), _lie(name), counter, "nvjet" in name) for name, counter, _ in ran]
     wanted = [
-        (KERNELS[row.kernel].is_fp8, LIE[which], bool(is_counted(*row[:4])), not any(size % VECTOR for size in row[1:4]))
-        for which, row in rows
+        (KERNELS[row.kernel].is_fp8, LIE[layout], bool(is_counted(*row[:4])), not any(size % VECTOR for size in row[1:4]))
+        for row, *layout in ((row, (layout_a, layout_b)) for row, layout_a, layout_b in rows)
     ]
     times = np.array([us for *_, us in ran])
     apart = np.minimum(np.abs(np.log(times[:, None] / np.array(alone)[None, :])), 1.0)
@@ -236,12 +257,14 @@ def paired_gemms(profile: dict[str, Any], rows: Sequence[tuple[str, Row]], alone
     sure = [sum(fp8 == its for its, *_ in seen) == sum(fp8 == wants for wants, *_ in wanted) for fp8 in (False, True)]
     pairs = zip(*linear_sum_assignment(apart), strict=True)
     return [
-        {**rows[j][1]._asdict(), "us": float(times[i])} for i, j in pairs if seen[i][0] == wanted[j][0] and sure[wanted[j][0]]
+        {**rows[j].row._asdict(), **dict(zip(LAYOUT, rows[j][1:], strict=True)), "us": float(times[i])}
+        for i, j in pairs
+        if seen[i][0] == wanted[j][0] and sure[wanted[j][0]]
     ]
 
 
-LIE = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
-"""How operands of a pass lie as cuBLAS says it: transposed or not."""
+LIE = {K_FASTEST: "tn", ("row", "row"): "nn", ("column", "row"): "nt", ("column", "column"): "tt"}
+"""How operands lie as cuBLAS says it, the right one first: transposed or not."""
 
 
 def _lie(name: str) -> str:
@@ -249,7 +272,7 @@ def _lie(name: str) -> str:
     return next(word for word in found.groups() if word).lower() if found else ""
 
 
-def counted(answer: WhatIf, kernels: Sequence[Fused], gemms: Sequence[tuple[str, Row]]) -> tuple[int, int]:
+def counted(answer: WhatIf, kernels: Sequence[Fused], gemms: Sequence[Product]) -> tuple[int, int]:
     """GPU kernels of a step, and how many of its GEMMs are batched products."""
     return launched([*kernels, *log_loss()], answer.spec.batch) + len(gemms), batched_products(answer.spec)
 
@@ -279,9 +302,9 @@ def table_of(profile: dict[str, Any], answer: WhatIf) -> pd.DataFrame:
     # Adds that meet in small tables take longer, which `whole_step.conflicts` has.
     adds = fused["kind"] == "scatter"
     fused.loc[adds, "us"] = fused[adds].groupby(["kept", "read_bytes"])["us"].transform("median")
-    products = pd.DataFrame(paired_gemms(profile, gemms, [answer.times.of[row].us for _, row in gemms]))
+    products = pd.DataFrame(paired_gemms(profile, gemms, alone_us(answer, gemms)))
     if len(products):
-        products = products.groupby(list(Row._fields), as_index=False).agg(us=("us", "mean"), launches=("us", "size"))
+        products = products.groupby([*Row._fields, *LAYOUT], as_index=False).agg(us=("us", "mean"), launches=("us", "size"))
         products.insert(0, "kind", "gemm")
     table = pd.concat([fused, products], ignore_index=True)
     for name in reversed(STEP):

@@ -4,11 +4,12 @@
     python -m hil.layouts --out data/h200 --count 30000 --seed 9551 --minutes 1 --odd
     python -m hil.layouts --out data/h200 --count 2000 --seed 9571 --minutes 2 --careful
 
-`torch/bf16` and `torch/bf16_batched` are timed, and their times learned, with K fastest: as a layer's output reads its input and
-weight. Its input's gradient reads the weight along N, and its weight's gradient reads both operands across; cuBLAS has other
-kernels for each, chooses otherwise among them, and where sizes are odd falls back on far older ones. Every product here is timed in
-all four layouts of its operands, one behind the other: quickly, as `hil.launches` does, or as carefully as `hil.collect` (graphs
-replayed in turn, `--careful`: 8 products a second). What the layouts take is learned from here by `perfmodel.fit_layouts`.
+`torch/bf16` and `torch/bf16_batched` are timed, and their times learned, with K fastest: as a layer's output reads its input
+and its weight. Its input's gradient reads the weight along N, and its weight's gradient reads both operands across; cuBLAS has
+other kernels for each, chooses otherwise among them, and where sizes are odd falls back on far older ones. Every product here is
+timed in all four layouts of its operands, one behind the other: quickly, as `hil.launches` does (420 products a second), or as
+carefully as `hil.collect` (`--careful`: graphs replayed in turn, 20 a second). What the layouts take is learned from here
+by `perfmodel.fit_layouts`.
 
 A row is one product: m, n, k, groups, a column of microseconds for each layout (`row_column_us`: operand a contiguous along K
 ("row"), b along K ("column"), as in `loka_sim.modelspec.Gemm`), and whether it was timed carefully.
@@ -129,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, default=3.0, help="stop in time and keep what is measured (default: %(default)s)"
     )
-    parser.add_argument("--careful", action="store_true", help="replay graphs, as hil.collect does: some 8 products a second")
+    parser.add_argument("--careful", action="store_true", help="replay graphs, as hil.collect does: some 20 products a second")
     options = parser.parse_args(arguments)
 
     if not has_gpu():

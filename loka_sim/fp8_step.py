@@ -25,7 +25,6 @@ from perfmodel.kernels import KERNELS, library_of
 
 if TYPE_CHECKING:
     from perfmodel.hardware import HardwareSpec
-    from perfmodel.model import PerfModel
 
 Makers = Mapping[str, Mapping[str, str]]
 """Per pass and quantized tensor of x, w, g, the kernel that it comes from, see `dispatch.candidates.operand_makers`."""
@@ -81,7 +80,6 @@ def converted(
     assignments: Sequence[Assignment],
     makers: Sequence[Makers],
     runner: str = EXPORT,
-    timing: PerfModel | None = None,
 ) -> Converted | None:
     """What stands beside the GEMMs of a step whose passes run these kernels; None where that is not known, or is bf16's.
 
@@ -92,7 +90,6 @@ def converted(
         assignments: Of each site.
         makers: Of each site.
         runner: As `taken` takes it.
-        timing: As `whole_step.of_step` takes it.
     """
     if not spec.loops:
         return None
@@ -107,7 +104,7 @@ def converted(
             assigned |= {(site.name, name): operands for name, operands in passes.items()}
     if not sites:
         return None
-    found = of_step(spec, hardware, kernels=fused(step, assigned), timing=timing)
+    found = of_step(spec, hardware, kernels=fused(step, assigned))
     return Converted(found, frozenset(sites), runner) if found else None
 
 

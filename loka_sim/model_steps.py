@@ -69,7 +69,7 @@ def model_steps(
         if others:
             shapes = [cost.shape for cost in costs]
             makers = [operand_makers(*entry, toolbox) for entry in zip(shapes, assignments, strict=True)]
-            found = converted(spec, timing.hardware, shapes, assignments, makers, runner, timing)
+            found = converted(spec, timing.hardware, shapes, assignments, makers, runner)
         inside = [] if found is None else [site.name in found.sites for site in spec.sites]
         fp8 = None if found is None else found.by_kind
         summed = step(

@@ -82,6 +82,6 @@ def table_timeline(answer: WhatIf, path: str | Path) -> Timeline:
     runner = EXPORT if all(row.kernel.startswith("torch/") for row in wanted) else RUNTIME
     times = dict(as_run_by(runner, Times(times), model.hardware).of)
     if answer.others:
-        fp8 = converted(answer.spec, model.hardware, shapes, assignments, made, runner, model)
-        times, _ = gemms_in_step(times, model.hardware)
+        fp8 = converted(answer.spec, model.hardware, shapes, assignments, made, runner)
+        times, _ = gemms_in_step(times, answer.spec, model.hardware)
     return timeline(answer, pieces_of(answer, launched, times, fp8))

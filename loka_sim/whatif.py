@@ -281,11 +281,11 @@ def whatif(
         for site, shape, (passes, anew), beside in zip(spec.sites, shapes, decided, arounds, strict=True)
     )
     costs = [SiteCost(*entry) for entry in zip(shapes, arounds, accuracies, strict=True)]
-    others = of_step(spec, timing.hardware, timing=timing)
-    runs = {RECIPE: _runs(as_run_by(RECIPE, times, timing.hardware), timing, others, RECIPE)}
-    runs["decision"] = _runs(run, timing, others, runner)
+    others = of_step(spec, timing.hardware)
+    runs = {RECIPE: _runs(as_run_by(RECIPE, times, timing.hardware), spec, timing, others, RECIPE)}
+    runs["decision"] = _runs(run, spec, timing, others, runner)
     if any(site.torchao for site in sites):
-        runs["torchao"] = _runs(exported, timing, others, EXPORT)
+        runs["torchao"] = _runs(exported, spec, timing, others, EXPORT)
     steps, fp8 = model_steps(spec, costs, sites, decider, torch, others, timing, runs)
     return WhatIf(
         settings, spec, _hardware(timing), known, sites, steps, exchanged, times, decider.toolbox, parallel, others, fp8,
@@ -293,11 +293,11 @@ def whatif(
     )  # fmt: skip
 
 
-def _runs(times: Times, timing: PerfModel, others: Sequence[Other], runner: str) -> Runs:
+def _runs(times: Times, spec: ModelSpec, timing: PerfModel, others: Sequence[Other], runner: str) -> Runs:
     """Times of launches alone, and where a step's other kernels are known, as they run between these."""
     if not others:
         return Runs(times, None, {}, runner)
-    between, off = gemms_in_step(times.of, timing.hardware)
+    between, off = gemms_in_step(times.of, spec, timing.hardware)
     return Runs(times, Times(between, times.outside), off, runner)
 
 

@@ -23,9 +23,9 @@ from loka_sim.loops import ADDED
 from loka_sim.modelspec import PASSES, Dim, Fused, ModelSpec, Table
 from loka_sim.quantized_loops import FP64, RESCALE, ROUNDED
 from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE, Piece
-from perfmodel import attention
+from perfmodel import attention, layouts
 from perfmodel import hardware as hardware_module
-from perfmodel.in_step import BATCHED, GEMMS, family, is_across, is_counted
+from perfmodel.in_step import BATCHED, GEMMS, family, is_counted
 from perfmodel.kernels import KERNELS
 from perfmodel.memory_plan import partial_sums, stages
 from perfmodel.optimizers import MEASURED_ON, OPTIMIZERS, UNCERTAINTY, step_us
@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from perfmodel.fused import FusedModel
     from perfmodel.hardware import HardwareSpec
     from perfmodel.in_step import InStep
-    from perfmodel.model import PerfModel
 
-GAP, UNEVEN, PARTIALS = "gap", "uneven", "partials"
+GAP, PARTIALS = "gap", "partials"
 # torch's own kernel that adds at indices, behind one that copies what it adds to: microseconds a million values
 # (the interaction of two InterFormers, 0.3 to 4.1 million values: 4.3 to 36 us).
 INDEX_ADD, ADD_US = "index_add", 8.2
@@ -240,15 +239,6 @@ def _times(hardware: HardwareSpec) -> FusedModel | None:
         return None
 
 
-@lru_cache(maxsize=4)
-def _gemms_of(hardware: HardwareSpec) -> PerfModel | None:
-    """Times of GEMMs on a GPU, or on the nearest shipped one."""
-    import perfmodel
-
-    like = hardware_module.serving(hardware, "models/manifest.json")
-    return None if like is None else perfmodel.load(like)
-
-
 def borrowed(hardware: HardwareSpec) -> dict[str, list[str]]:
     """What of `of_step` was not measured on a GPU: by the name of the shipped GPU that it was measured on, in words."""
     model = _times(hardware)
@@ -298,24 +288,54 @@ def _rescaled(m: np.ndarray, n: np.ndarray, runner: str, hardware: HardwareSpec)
     return model.times(rows)[0]
 
 
-def gemms_in_step(times: Mapping[Row, Time], hardware: HardwareSpec) -> tuple[dict[Row, Time], dict[bool, float]]:
+def gemms_in_step(
+    times: Mapping[Row, Time], spec: ModelSpec, hardware: HardwareSpec
+) -> tuple[dict[Row, Time], dict[bool, float]]:
     """Launches as they run between the other kernels of a step, and by which share FP8 GEMMs, and others, may be off together.
 
     Args:
-        times: Of each launch alone; of what is no GEMM they stay.
+        times: Of each launch alone, GEMMs with K fastest; of what is no GEMM they stay.
+        spec: The model, at the batch asked for, whose passes lay the operands of its bf16 GEMMs.
         hardware: The GPU.
     """
     model = _times(hardware)
     if model is None or model.in_step is None:
         return dict(times), {}
     gemms = [row for row in times if KERNELS[row.kernel].kind == "gemm" or row.kernel == BATCHED]
-    ends = np.array([times[row] for row in gemms]).reshape(-1, 3)
+    laid = as_laid(spec, hardware)
+    ends = np.array([[laid.get(row, 1.0) * end for end in times[row]] for row in gemms]).reshape(-1, 3)
     batched = np.array([bool(is_counted(row.kernel, row.m, row.n, row.k)) for row in gemms], dtype=bool)
     factors = model.in_step.gemms([KERNELS[row.kernel].is_fp8 for row in gemms], ends[:, 0])
     inside = np.where(batched, model.in_step.batched(ends[:, 0]), factors)[:, None] * ends
     between = {row: Time(*time) for row, time in zip(gemms, inside.tolist(), strict=True)}
     off = {bool(fp8): model.in_step.off.get(name, 0.0) for fp8, name in enumerate(GEMMS)}
     return {**times, **between}, off
+
+
+def as_laid(spec: ModelSpec, hardware: HardwareSpec) -> dict[Row, float]:
+    """Factors from a bf16 GEMM's time with K fastest to its time as a model's passes lay the operands.
+
+    Passes of the same sizes in several layouts have one factor, their mean.
+
+    Args:
+        spec: The model, at the batch asked for.
+        hardware: The GPU.
+    """
+    model = layouts.load(hardware)
+    if model is None:
+        return {}
+    rows, laid = [], []
+    for gemm in (gemm for site in spec.sites for gemm in site.passes.values()):
+        groups = gemm.groups.at(spec.batch)
+        rows.append(Row(BATCHED if groups > 1 else BF16, *gemm.shape_in_bf16(spec.batch), groups))
+        laid.append((gemm.layout_a, gemm.layout_b))
+    distinct = list(dict.fromkeys(zip(rows, laid, strict=True)))
+    told = model.factors([layout for _, layout in distinct], *np.array([row[1:] for row, _ in distinct]).reshape(-1, 4).T)
+    factor = dict(zip(distinct, told.tolist(), strict=True))
+    found: dict[Row, list[float]] = {}
+    for row, layout in zip(rows, laid, strict=True):
+        found.setdefault(row, []).append(factor[row, layout])
+    return {row: sum(factors) / len(factors) for row, factors in found.items()}
 
 
 def launched(kernels: Iterable[Fused], batch: int) -> int:
@@ -377,42 +397,11 @@ def gaps(kernels: Iterable[Fused], spec: ModelSpec, model: InStep | None) -> lis
     return found
 
 
-def uneven_gradients(spec: ModelSpec, hardware: HardwareSpec, model: FusedModel, timing: PerfModel | None = None) -> list[Other]:
-    """What weight gradients take longer than alone whose features Hopper's own kernels do not take; they are never in FP8.
-
-    Args:
-        spec: The model, at the batch asked for.
-        hardware: The GPU.
-        model: Times of memory-bound kernels.
-        timing: As `of_step` takes it.
-    """
-    between = model.in_step
-    every = [site.passes["grad_weight"] for site in spec.sites if "grad_weight" in site.passes]
-    sizes = np.array([gemm.shape_in_bf16(spec.batch) for gemm in every if gemm.groups.at(spec.batch) == 1]).reshape(-1, 3)
-    sizes = sizes[is_across(sizes[:, 0], sizes[:, 1])]
-    if between is None or not len(sizes):
-        return []
-    known = timing is not None and BF16 in timing.manifest["kernels"]
-    gemms = timing if known else _gemms_of(hardware)
-    if gemms is None:
-        return []
-    turned = np.concatenate([sizes, sizes[:, (1, 0, 2)]])
-    columns = {"kernel": [BF16] * len(turned), **dict(zip("mnk", turned.T, strict=True))}
-    both = gemms.predict(columns)["time_us"]
-    alone, longer = both[: len(sizes)], np.maximum(both[: len(sizes)], both[len(sizes) :])
-    across = between.across_us(sizes[:, 0], sizes[:, 1], longer)
-    inside = [between.gemms(np.zeros(len(sizes)), us) * us for us in (across, alone)]
-    us = float(np.maximum(inside[0] - inside[1], 0.0).sum())
-    label = "weight gradients of features that lie unevenly"
-    return [Other(BACKWARD, UNEVEN, label, 0, 1, Time(us, 0.3 * us, 2.0 * us), True, 0)] if us > 1 else []
-
-
 def of_step(
     spec: ModelSpec,
     hardware: HardwareSpec,
     optimizer: str = "adamw",
     kernels: Sequence[Fused] | None = None,
-    timing: PerfModel | None = None,
 ) -> tuple[Other, ...]:
     """Everything beside the sites' GEMMs in a training step of one GPU; nothing where the specification lists no kernels.
 
@@ -421,7 +410,6 @@ def of_step(
         hardware: The GPU; without any timings of memory-bound kernels nothing is known either.
         optimizer: Of the dense parameters and of the tables' rows: a key of `perfmodel.optimizers.OPTIMIZERS`.
         kernels: Of the forward and backward; None for the specification's, in bf16.
-        timing: Times of GEMMs, as one machine corrected them; None for the shipped ones of the GPU.
     """
     if not spec.fused:
         return ()
@@ -432,5 +420,5 @@ def of_step(
     every = [*step, *table_update(spec.tables, spec.batch, optimizer)]
     adds = any(kernel.kind == "scatter" for kernel in spec.fused)
     found = [*others(every, spec.batch, model), *(conflicts(spec.tables, spec.batch) if adds else [])]
-    found += gaps(step, spec, model.in_step) + uneven_gradients(spec, hardware, model, timing)
+    found += gaps(step, spec, model.in_step)
     return (*found, *optimizer_step(dense_tensors(spec), optimizer, hardware))

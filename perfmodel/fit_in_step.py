@@ -3,8 +3,8 @@
     python -m perfmodel.fit_in_step
 
 Learned from `data/<hardware>/step_kernels.parquet` (`benchmarks/step_kernels.py`), over the times alone: of GEMMs by the model
-as it ships, of fused kernels by trees fitted to those timed alone (`perfmodel.fit_fused`); and from `step_layouts.parquet`
-(`benchmarks/step_layouts.py`). Run it again when those are fitted anew. A curve in a few knots for each family, drawn to one
+as it ships, in the layouts of their passes (`perfmodel.fit_layouts`), of fused kernels by trees fitted to those timed alone
+(`perfmodel.fit_fused`). Run it again when those are fitted anew. A curve in a few knots for each family, drawn to one
 common curve and kept smooth; kernels that are far off count less. Then the trees of fused kernels are fitted once more, to those
 of steps among the others, less what the curves say. How far a family's kernels of a step are off together is what it was in steps
 of the kinds of models that a fit left out; the gaps between kernels are those of steps that had a GPU to themselves.
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from perfmodel import fit_fused, fused
+from perfmodel import fit_fused, fused, layouts
 from perfmodel import load as load_kernels
 from perfmodel.data_folder import data_folder
 from perfmodel.hardware import HardwareSpec, available
@@ -36,11 +36,8 @@ from perfmodel.in_step import (
     GEMMS,
     LEAST_OF_BATCHED,
     SCHEMA_VERSION,
-    VECTOR,
     family,
-    is_across,
     is_counted,
-    lies_by,
     weights,
 )
 from perfmodel.kernels import KERNELS, library_of
@@ -68,7 +65,7 @@ def alone_us(table: pd.DataFrame, trees: Any, hardware: HardwareSpec) -> Array:
     result = np.empty(len(table))
     products = (table["kind"] == "gemm").to_numpy()
     rows = table[products][["kernel", "m", "n", "k", "groups"]].astype({name: int for name in ("m", "n", "k", "groups")})
-    result[products] = _products_us(rows, hardware.name)
+    result[products] = _products_us(rows, hardware.name) * _of_layouts(table[products], hardware)
     result[~products] = fit_fused.predict(trees, _fused(table), hardware)
     return result
 
@@ -104,6 +101,17 @@ def _products_us(rows: pd.DataFrame, hardware: str) -> Array:
     return model.predict_together(pd.concat(asked, ignore_index=True))["time_us"].to_numpy()[: len(rows)]
 
 
+def _of_layouts(products: pd.DataFrame, hardware: HardwareSpec) -> Array:
+    """By which factors bf16 products take longer in the layouts of their passes than with K fastest."""
+    model, known = layouts.load(hardware), ~products["kernel"].map(lambda name: KERNELS[name].is_fp8).to_numpy(dtype=bool)
+    result = np.ones(len(products))
+    if model is not None and known.any():
+        mine = products[known]
+        lie = list(mine[["layout_a", "layout_b"]].itertuples(index=False, name=None))
+        result[known] = model.factors(lie, *(mine[name] for name in ("m", "n", "k", "groups")))
+    return result
+
+
 def families_of(table: pd.DataFrame) -> npt.NDArray[np.str_]:
     """Family of each kernel."""
     rows = table[["kernel", "kind", "label", "kept", "unordered_bytes"]].itertuples(index=False, name=None)
@@ -126,8 +134,6 @@ def fit(table: pd.DataFrame, alone: Array) -> dict[str, dict[str, list[float]]]:
     ratio = np.log(table["us"].to_numpy(dtype=float) / alone)
     share = (table["us"] * table["launches"] / table["step_us"]).to_numpy(dtype=float)
     weight = share * np.where(table["shared"].to_numpy(dtype=bool), SHARED_WEIGHT, 1.0)
-    # How these lie in a step is no matter of size (`in_step.across`).
-    weight[(families == GEMMS[False]) & (table[["m", "n"]] % VECTOR > 0).any(axis=1).to_numpy()] = 0.0
     moved = np.maximum((table["read_bytes"] + table["written_bytes"]).to_numpy(dtype=float), 1.0)
     curves: dict[str, dict[str, list[float]]] = {}
     for names, knots, x in ((FUSED, LOG2_BYTES, np.log2(moved)), (GEMMS, LOG2_US, np.log2(alone))):
@@ -254,40 +260,6 @@ def calibrated(table: pd.DataFrame, predicted: Array, off: dict[str, float]) -> 
     return {name: round(factor * share, 4) for name, share in off.items()}
 
 
-def across(layouts: pd.DataFrame, longer: Array) -> tuple[dict[int, float], float]:
-    """What weight gradients take whose features lie unevenly: a factor by how they lie, and the power of `longer`.
-
-    Args:
-        layouts: Products timed in the layouts of their passes (`benchmarks/step_layouts.py`).
-        longer: As of `longer_us`.
-
-    Raises:
-        ValueError: features that lie in one of the ways were not timed.
-    """
-    mine = ((layouts["pass"] == "grad_weight") & (layouts["groups"] == 1)).to_numpy() & is_across(layouts["m"], layouts["n"])
-    lie, wanted = lies_by(layouts["m"], layouts["n"])[mine], np.log(layouts["us"].to_numpy(dtype=float)[mine])
-    kinds = np.unique(lie)
-    if missing := {2**power for power in range(VECTOR.bit_length() - 1)} - set(kinds.tolist()):
-        raise ValueError(
-            f"no weight gradient whose features lie by {min(missing)} was timed; draw more: benchmarks/step_layouts.py"
-        )
-    design = np.column_stack([lie[:, None] == kinds, np.log(longer[mine])]).astype(float)
-    weight = np.ones(len(lie))
-    for _ in range(ROUNDS):  # least absolute errors: now and then cuBLAS takes several times as long
-        root = np.sqrt(weight)
-        found = np.linalg.lstsq(design * root[:, None], wanted * root, rcond=None)[0]
-        weight = 1 / np.maximum(np.abs(wanted - design @ found), 0.05)
-    return {int(kind): round(float(np.exp(log)), 4) for kind, log in zip(kinds, found, strict=False)}, round(float(found[-1]), 4)
-
-
-def longer_us(layouts: pd.DataFrame, hardware: str) -> Array:
-    """The longer of the times alone of each product and of its transpose, in microseconds."""
-    rows = layouts[["m", "n", "k", "groups"]].assign(kernel=np.where(layouts["groups"] > 1, BATCHED, "torch/bf16"))
-    turned = rows.rename(columns={"m": "n", "n": "m"})
-    both = load_kernels(hardware).predict(pd.concat([rows, turned], ignore_index=True))["time_us"].to_numpy()
-    return np.maximum(both[: len(rows)], both[len(rows) :])
-
-
 def gaps_us(table: pd.DataFrame) -> tuple[float, float]:
     """Between two kernels of a CUDA graph, and beside that around each batched product.
 
@@ -319,8 +291,6 @@ def main() -> int:
     alone = alone_us(table, fit_fused.train(rows, spec), spec)
     predicted = held_out(table, alone, rows, spec)
     gap_us, batched_gap_us = gaps_us(table)
-    layouts = pd.read_parquet(folder / "step_layouts.parquet")
-    lies, power = across(layouts, longer_us(layouts, options.hardware))
     curves, less = fit(table, alone), batched_us(table, alone)
     document = {
         "schema_version": SCHEMA_VERSION,
@@ -332,8 +302,6 @@ def main() -> int:
         "gap_us": gap_us,
         "batched_gap_us": batched_gap_us,
         "batched_less_us": round(less - CLEARED_US, 3),
-        "across": lies,
-        "across_power": power,
         "off": calibrated(table, predicted, off_together(table, predicted)),
     }
     taught = with_steps(rows, table, factors(curves, table, alone, less), alone)
@@ -343,7 +311,6 @@ def main() -> int:
         line = " ".join(f"{factor:.2f}" for factor in curve["factor"])
         print(f"{name:18s} off together {document['off'].get(name, float('nan')):5.1%}  {line}")
     print(f"gap {gap_us} us, of a batched product {batched_gap_us} us more; alone {document['batched_less_us']} us less")
-    print(f"uneven weight gradients {lies}, to the power of {power}")
     return 0
 
 

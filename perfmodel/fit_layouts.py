@@ -20,6 +20,7 @@ import pandas as pd
 
 import perfmodel
 from perfmodel import hardware as hardware_module
+from perfmodel.calls import columns_of
 from perfmodel.data_folder import data_folder
 from perfmodel.hardware import HardwareSpec
 from perfmodel.in_step import VECTOR
@@ -42,13 +43,13 @@ def train(rows: pd.DataFrame, matrix: Array, names: list[str], layout: Layout) -
     """Trees on log(time in a layout / time with K fastest)."""
     import xgboost
 
-    target = np.log(rows[column(layout)] / rows[column(K_FASTEST)]).to_numpy(dtype=float)
+    target = np.log(rows[column(layout)].to_numpy(dtype=float) / rows[column(K_FASTEST)].to_numpy(dtype=float))
     weight = np.where(rows["careful"], CAREFUL_WEIGHT, 1.0)
     return xgboost.train(PARAMETERS, xgboost.DMatrix(matrix, target, weight=weight, feature_names=names), ROUNDS)
 
 
 def judged(rows: pd.DataFrame, alone: Array, factor: Array, layout: Layout) -> list[dict[str, Any]]:
-    """How far off products of each sort are: with K fastest taken for their layout, told in their layout, and by the factor alone.
+    """How far off products of each sort are: taken for ones with K fastest, told in their layout, and by the factor alone.
 
     Args:
         rows: Products.
@@ -77,7 +78,7 @@ def judged(rows: pd.DataFrame, alone: Array, factor: Array, layout: Layout) -> l
 
 def fit(rows: pd.DataFrame, model: perfmodel.PerfModel, spec: HardwareSpec, folder: Path) -> list[dict[str, Any]]:
     """Learn, judge and write every layout's trees; returns what `judged` says of products that were timed with care."""
-    sizes = tuple(rows[name].to_numpy(dtype=np.float64) for name in SIZES)
+    sizes = columns_of(rows)
     alone, turned = both_ways(model, sizes)
     names, matrix = features(sizes, alone, turned, spec)
     careful = rows["careful"].to_numpy(dtype=bool)

@@ -4,8 +4,8 @@ Alone a kernel was timed from cold caches (`python -m hil.fused`), or, if a GEMM
 bound. In a step what it reads was often just written and lies in the L2, and a GEMM stands between kernels that need less power.
 How much that is follows a curve over its size, for each family of kernels, found from kernels of profiled steps
 (`perfmodel.fit_in_step`). Between two kernels of a CUDA graph there is a gap. Before each batched product cuBLAS clears a
-counter, a node of its own in the graph, and gaps are the longest; some of that is part of what it takes alone, too. A weight's
-gradient reads both operands across memory, where the features are what they must lie by; alone it was timed as if K were.
+counter, a node of its own in the graph, and gaps are the longest; some of that is part of what it takes alone, too. Alone a GEMM
+is one in the layout of its pass (`perfmodel.layouts`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from perfmodel.hardware import HardwareSpec
 
 Array = npt.NDArray[np.float64]
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 FILE = "in_step.json"
 _OF_KIND = {
     "pointwise": "pointwise", "fill": "pointwise", "external": "pointwise", "gather": "gather", "scatter": "scatter",
@@ -93,9 +93,6 @@ class InStep:
         gap_us: Between two kernels of a CUDA graph.
         batched_gap_us: Beside that, around each batched product.
         batched_less_us: What one takes alone beyond its kernel and what clears its counter, where it is counted (`is_counted`).
-        across: Of weight gradients whose features Hopper's own kernels do not take, by the largest power of two in both: what
-            they take, in powers (`across_power`) of the longer of the times alone of the product and of its transpose.
-        across_power: Of that.
         off: Per family, by how much its kernels of a step are off together: the half-width of a 90% interval, as a share.
         hardware: The GPU whose steps were profiled.
     """
@@ -105,8 +102,6 @@ class InStep:
     gap_us: float
     batched_gap_us: float
     batched_less_us: float
-    across: Mapping[int, float]
-    across_power: float
     off: Mapping[str, float]
     hardware: HardwareSpec
 
@@ -133,11 +128,6 @@ class InStep:
         which, x = np.asarray(fp8, dtype=bool), np.log2(np.maximum(np.asarray(alone_us, dtype=np.float64), 1e-3))
         return np.where(which, self._factors(GEMMS[True], x), self._factors(GEMMS[False], x))
 
-    def across_us(self, m: npt.ArrayLike, n: npt.ArrayLike, longer_us: npt.ArrayLike) -> Array:
-        """Microseconds of weight gradients that `is_across` says, of which the product or its transpose alone takes so long."""
-        factors = np.array([self.across[int(lie)] for lie in lies_by(m, n)])
-        return np.asarray(factors * np.asarray(longer_us, dtype=np.float64) ** self.across_power, dtype=np.float64)
-
     def batched(self, alone_us: npt.ArrayLike) -> Array:
         """Factors of batched products that are counted and take so long alone."""
         alone = np.asarray(alone_us, dtype=np.float64)
@@ -148,24 +138,6 @@ def from_memory(moved_bytes: npt.ArrayLike, hardware: HardwareSpec) -> Array:
     """Share of the bytes of kernels inside a step that come from a GPU's memory or go there, not found in the L2."""
     moved = np.maximum(np.asarray(moved_bytes, dtype=np.float64), 1.0)
     return np.asarray(np.maximum(1 - HELD * hardware.l2_bytes / moved, NEVER_HELD), dtype=np.float64)
-
-
-def lies_by(m: npt.ArrayLike, n: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Largest power of two, at most `VECTOR`, that divides both numbers of features."""
-    both = np.asarray(m, dtype=np.int64) | np.asarray(n, dtype=np.int64) | VECTOR
-    lie: npt.NDArray[np.int64] = both & -both
-    return lie
-
-
-def is_across(m: npt.ArrayLike, n: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-    """Whether a weight's gradient of so many features runs by other kernels than were timed: neither is one, and some are uneven.
-
-    Where `VECTOR` divides the rows and the columns are odd the kernels are the same.
-    """
-    rows, columns = np.asarray(m, dtype=np.int64), np.asarray(n, dtype=np.int64)
-    same = (rows % VECTOR == 0) & (columns % 2 > 0)
-    uneven: npt.NDArray[np.bool_] = (lies_by(rows, columns) < VECTOR) & (rows > 1) & (columns > 1) & ~same
-    return uneven
 
 
 def is_counted(kernel: str, m: npt.ArrayLike, n: npt.ArrayLike, k: npt.ArrayLike) -> npt.NDArray[np.bool_]:
@@ -196,7 +168,5 @@ def load(hardware: str | HardwareSpec = "h200") -> InStep | None:
     return InStep(
         {name: curve["log2"] for name, curve in curves.items()},
         {name: np.log(curve["factor"]).tolist() for name, curve in curves.items()},
-        document["gap_us"], document["batched_gap_us"], document["batched_less_us"],
-        {int(lie): factor for lie, factor in document["across"].items()}, document["across_power"], document["off"],
-        hardware_module.load(like),
+        document["gap_us"], document["batched_gap_us"], document["batched_less_us"], document["off"], hardware_module.load(like),
     )  # fmt: skip

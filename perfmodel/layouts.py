@@ -1,8 +1,8 @@
 """What a bf16 GEMM takes in another layout of its operands than the one that it was timed in.
 
-`torch/bf16` and `torch/bf16_batched` are timed and learned with K fastest in both operands, as a layer's output reads its input and
-its weight. A gradient reads one of them, or both, across: cuBLAS has other kernels for that, and where sizes are odd far older
-ones. Trees of a layout say by which factor, by the sizes, and by what the product and its transpose take with K fastest
+`torch/bf16` and `torch/bf16_batched` are timed and learned with K fastest in both operands, as a layer's output reads its input
+and its weight. A gradient reads one of them, or both, across: cuBLAS has other kernels for that, and where sizes are odd far
+older ones. Trees of a layout say by which factor, by the sizes, and by what the product and its transpose take with K fastest
 (`perfmodel.fit_layouts`, from `hil.layouts`).
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[np.float64]
 Layout = tuple[str, str]
-"""Of operand a and of operand b, as in `loka_sim.modelspec.Gemm`: `row` or `column`, whatever of their two sizes is contiguous."""
+"""Of operand a and of operand b, as in `loka_sim.modelspec.Gemm`: `row` or `column`."""
 
 SCHEMA_VERSION = 1
 FILE, MANIFEST = "layouts.parquet", "layouts.json"
@@ -69,11 +69,13 @@ def features(sizes: Sizes, alone_us: Array, turned_us: Array, hardware: Hardware
     """
     m, n, k, groups = sizes
     names, matrix = gemm_features(BF16, m, n, k, groups, hardware)
+    moved = moved_bytes(KERNELS[BF16], m, n, k, groups)
     along_m, along_n, along_k = (_alignment(size) for size in (m, n, k))
     columns: dict[str, Array] = {
         "log2_alone": np.log2(alone_us), "log_turned_over_alone": np.log(turned_us / alone_us),
-        "log2_alone_over_bytes": np.log2(alone_us * hardware.copy_bandwidth_tbs * 1e6 / moved_bytes(KERNELS[BF16], m, n, k, groups)),
-        "align_mn": np.minimum(along_m, along_n), "align_mk": np.minimum(along_m, along_k), "align_nk": np.minimum(along_n, along_k),
+        "log2_alone_over_bytes": np.log2(alone_us * hardware.copy_bandwidth_tbs * 1e6 / moved),
+        "align_mn": np.minimum(along_m, along_n), "align_mk": np.minimum(along_m, along_k),
+        "align_nk": np.minimum(along_n, along_k),
         "last_m": (m - 1) % 128 + 1, "last_n": (n - 1) % 128 + 1, "last_k": (k - 1) % 64 + 1,
         "last_m_of_256": (m - 1) % 256 + 1, "last_n_of_256": (n - 1) % 256 + 1,
         "log2_less_of_mn": np.log2(np.minimum(m, n)), "log2_more_of_mn": np.log2(np.maximum(m, n)),
