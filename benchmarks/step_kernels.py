@@ -243,8 +243,13 @@ def paired_gemms(profile: dict[str, Any], rows: Sequence[Product], alone: Sequen
         return []
     seen = [(name.startswith("nvjet_sm90_q"), _lie(name), counter, "nvjet" in name) for name, counter, _ in ran]
     wanted = [
-        (KERNELS[row.kernel].is_fp8, LIE[layout], bool(is_counted(*row[:4])), not any(size % VECTOR for size in row[1:4]))
-        for row, *layout in ((row, (layout_a, layout_b)) for row, layout_a, layout_b in rows)
+        (
+            KERNELS[row.kernel].is_fp8,
+            LIE.get(tuple(layout), ""),
+            bool(is_counted(*row[:4])),
+            not any(size % VECTOR for size in row[1:4]),
+        )
+        for row, *layout in rows
     ]
     times = np.array([us for *_, us in ran])
     apart = np.minimum(np.abs(np.log(times[:, None] / np.array(alone)[None, :])), 1.0)

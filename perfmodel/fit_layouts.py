@@ -39,13 +39,13 @@ CAREFUL_WEIGHT = 3.0
 SIZES = ["m", "n", "k", "groups"]
 
 
-def train(rows: pd.DataFrame, matrix: Array, names: list[str], layout: Layout) -> Any:
+def train(rows: pd.DataFrame, matrix: Array, names: list[str], layout: Layout, rounds: int = ROUNDS) -> Any:
     """Trees on log(time in a layout / time with K fastest)."""
     import xgboost
 
     target = np.log(rows[column(layout)].to_numpy(dtype=float) / rows[column(K_FASTEST)].to_numpy(dtype=float))
     weight = np.where(rows["careful"], CAREFUL_WEIGHT, 1.0)
-    return xgboost.train(PARAMETERS, xgboost.DMatrix(matrix, target, weight=weight, feature_names=names), ROUNDS)
+    return xgboost.train(PARAMETERS, xgboost.DMatrix(matrix, target, weight=weight, feature_names=names), rounds)
 
 
 def judged(rows: pd.DataFrame, alone: Array, factor: Array, layout: Layout) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ H100 = {
 def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Data of two GPUs in place of what ships: the H200's, and an H100 of which a specification and GEMMs alone are known."""
     from loka_sim import whole_step
-    from perfmodel import attention, memory_costs
+    from perfmodel import attention, layouts, memory_costs
 
     shipped, folder = data_folder() / "h200", tmp_path / "two_gpus"
     (folder / "h100" / "models").mkdir(parents=True)
@@ -52,7 +52,7 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (folder / "h100" / "memory_costs.json").symlink_to(shipped / "memory_costs.json")
     for name in ("hardware", "fused", "collectives", "saved", "memory_costs"):
         monkeypatch.setattr(importlib.import_module(f"perfmodel.{name}"), "data_folder", lambda: folder)
-    caches = (whole_step._times, whole_step._gemms_of, memory_costs.known, attention.load)
+    caches = (whole_step._times, layouts.load, memory_costs.known, attention.load)
     for cache in caches:
         cache.cache_clear()
     yield folder

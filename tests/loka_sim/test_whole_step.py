@@ -5,19 +5,16 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 
-import perfmodel
-from loka_sim import calibration
 from loka_sim.dense_units import dense_tensors
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.operands import Row
 from loka_sim.dispatch.steps import ALIKE, EXPORT, RECIPE, RUNTIME, speedup, whole
-from loka_sim.modelspec import Dim, Fused, Gemm, Table, load
+from loka_sim.modelspec import Dim, Fused, Table, load
 from loka_sim.statements import statements
 from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE
 from loka_sim.whatif import whatif
@@ -32,13 +29,10 @@ from loka_sim.whole_step import (
     others,
     table_gradient,
     table_update,
-    uneven_gradients,
 )
 from perfmodel import fused, hardware
 from perfmodel.data_folder import data_folder
-from perfmodel.in_step import is_across
 from perfmodel.kernels import KERNELS
-from perfmodel.refine import refine
 
 H200 = hardware.load("h200")
 TABLES = (Table("large", 40_000_000, 128, lookups=1.0), Table("small", 10, 64, lookups=2.0))
@@ -294,49 +288,6 @@ def test_adding_at_indices_takes_as_long_as_it_was_measured():
     add = Fused(BACKWARD, "external", "index_add", Dim(0), Dim(0), Dim(25_050_880), Dim(16_777_216), Dim(0))
     found = others([add], 2048, fused.load())[0]
     assert found.time.us == pytest.approx(8.8 + 35.6, rel=0.1) and found.time.low_us < 40 < found.time.high_us
-
-
-def test_weight_gradients_of_uneven_features_take_longer_than_alone():
-    """As products do that were timed in the layouts of their passes, and with K fastest; even features change nothing."""
-    timed = pd.read_parquet(data_folder() / "h200" / "step_layouts.parquet")
-    timed = timed[(timed["pass"] == "grad_weight") & (timed["groups"] == 1) & (timed["us"] < 50)]
-    uneven = is_across(timed["m"], timed["n"])
-
-    def spec(rows):
-        passes = [{"grad_weight": Gemm(*(Dim(int(size)) for size in (r.m, r.n, r.k, 1)))} for r in rows.itertuples()]
-        return SimpleNamespace(sites=[SimpleNamespace(name="layer", passes=each) for each in passes], batch=512)
-
-    model = fused.load()
-    (found,) = uneven_gradients(spec(timed[uneven]), H200, model)
-    longer = (timed["us"] - timed["k_fastest_us"])[uneven]
-    assert uneven.sum() > 100 and found.kind == "uneven" and found.time.us == pytest.approx(longer.sum(), rel=0.15)
-    assert uneven_gradients(spec(timed[~uneven]), H200, model) == []
-
-
-def test_uneven_weight_gradients_are_those_of_the_calibration(tmp_path):
-    """On a machine whose bf16 GEMMs take twice as long: those of its times, and the same beside FP8 GEMMs."""
-    base, sizes = perfmodel.load(), np.random.default_rng(0)
-    rows = pd.DataFrame({"kernel": "torch/bf16", **{name: sizes.integers(16, 2000, 40) for name in "mnk"}})
-    refine(base, rows.assign(p50_us=2 * base.predict(rows)["time_us"])).save(tmp_path)
-    calibration.save_manifest(tmp_path, "h200", {}, ["made up"], {})
-    answer = whatif("interformer-small", batch=4096, calibration=tmp_path)
-    corrected, between = perfmodel.load(calibration=tmp_path), fused.load().in_step
-    expected = 0.0
-    for site in answer.spec.sites:
-        gemm = site.passes["grad_weight"]
-        m, n, k = gemm.shape(answer.spec.batch)
-        if gemm.groups.at(answer.spec.batch) == 1 and is_across(m, n):
-            shapes = pd.DataFrame({"kernel": "torch/bf16", "m": [m, n], "n": [n, m], "k": [k, k]})
-            alone, turned = corrected.predict(shapes)["time_us"]
-            longer, alone = between.across_us([m], [n], [max(alone, turned)]), np.array([alone])
-            expected += max((between.gemms([False], longer) * longer - between.gemms([False], alone) * alone).item(), 0.0)
-    of_bf16, of_fp8 = (
-        [other.time.us for other in found if other.kind == "uneven"] for found in (answer.others, answer.converted.others)
-    )
-    shipped = [other.time.us for other in of_step(answer.spec, H200) if other.kind == "uneven"]
-    # What is left of the times of two calls holds their roundings, float32's, which hang on a row's company without AVX-512.
-    assert of_bf16 == of_fp8 == pytest.approx([expected], rel=1e-5) and expected > 1
-    assert shipped and abs(expected / shipped[0] - 1) > 1e-3  # that the calibration is seen, 100 times what is left
 
 
 @pytest.mark.parametrize(("low", "high", "warned"), [(0.98, 1.09, 1), (0.9, 0.99, 1), (1.01, 1.09, 0), (1.0, 1.0, 0)])

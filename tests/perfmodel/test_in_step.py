@@ -140,40 +140,6 @@ def test_a_file_of_another_version_is_refused(tmp_path, monkeypatch):
         in_step.load()
 
 
-def test_weight_gradients_of_uneven_features_are_found_again():
-    """Made up: 1.5, 2 and 3 times the longer time to the power of 0.9; a tenth of them took five times as long."""
-    source = np.random.default_rng(3)
-    features = np.array([4, 6, 12, 13, 27, 28, 64, 100, 512])
-    layouts = pd.DataFrame(
-        {"pass": "grad_weight", "m": source.choice(features, 400), "n": source.choice(features, 400), "groups": 1}
-    )
-    longer = 2 ** source.uniform(1, 8, len(layouts))
-    lie = in_step.lies_by(layouts["m"], layouts["n"])
-    factor = np.select([lie == 1, lie == 2, lie == 4], [1.5, 2.0, 3.0], 1.0)
-    layouts["us"] = factor * longer**0.9 * np.where(np.arange(len(layouts)) % 10 == 0, 5.0, 1.0)
-    found, power = fit_in_step.across(layouts, longer)
-    assert found == pytest.approx({1: 1.5, 2: 2.0, 4: 3.0}, rel=0.05) and power == pytest.approx(0.9, abs=0.02)
-    with pytest.raises(ValueError, match="features lie by 2 was timed"):
-        fit_in_step.across(layouts[lie != 2], longer[lie != 2])
-
-
-def test_which_weight_gradients_run_by_other_kernels():
-    m, n = [512, 13, 512, 4, 1, 28, 16, 513], [13, 512, 12, 28, 512, 1, 64, 13]
-    assert in_step.is_across(m, n).tolist() == [False, True, True, True, False, False, False, True]
-    assert in_step.lies_by(m, n).tolist()[:4] == [1, 1, 4, 4]
-
-
-def test_timed_weight_gradients_are_nearer_with_what_was_found():
-    layouts = pd.read_parquet(data_folder() / "h200" / "step_layouts.parquet")
-    layouts = layouts[
-        (layouts["pass"] == "grad_weight") & (layouts["groups"] == 1) & in_step.is_across(layouts["m"], layouts["n"])
-    ]
-    longer = fit_in_step.longer_us(layouts, "h200")
-    found = SHIPPED.across_us(layouts["m"], layouts["n"], longer)
-    apart = [np.abs(np.log(layouts["us"] / us)).mean() for us in (found, layouts["k_fastest_us"])]
-    assert apart[0] < 0.6 * apart[1]
-
-
 def test_kernels_of_steps_teach_the_trees_by_what_they_would_take_alone():
     table = kernels(40).assign(us=3.0, reduced=1, uneven=False, instructions=2)
     table.loc[table.index[:4], ["kind", "label"]] = "row", "mul rescale"
