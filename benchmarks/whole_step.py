@@ -35,7 +35,7 @@ from loka_sim.host_time import called
 from loka_sim.resolve import WITH_MODS
 from loka_sim.validation.runnable import TABLE_ROWS
 from loka_sim.whatif import WhatIf, whatif
-from loka_sim.whole_step import TABLE_LAUNCHES, by_kind, launches_of_step, log_loss, others, table_gradient
+from loka_sim.whole_step import TABLE_LAUNCHES, between_us, by_kind, launches_of_step, log_loss, others, table_gradient
 from perfmodel import fused
 from perfmodel.data_folder import data_folder
 from perfmodel.hardware import DEFAULT, available
@@ -77,9 +77,8 @@ def plain(model: str) -> str:
 def around(answer: WhatIf) -> tuple[dict[str, Time], float]:
     """What the loss and dense gradients of a model's tables add to a step: by kind, and microseconds of gaps between kernels."""
     times = fused.load(answer.settings.hardware)
-    more = [*table_gradient(answer.spec.tables, TABLE_ROWS), *log_loss()]
-    gap_us = sum(kernel.count for kernel in more) * (times.in_step.gap_us if times.in_step else 0.0)
-    return by_kind(others(more, answer.spec.batch, times)), gap_us
+    more = others([*table_gradient(answer.spec.tables, TABLE_ROWS), *log_loss()], answer.spec.batch, times)
+    return by_kind(more), between_us(more, times.in_step) if times.in_step else 0.0
 
 
 def both(model: str, batch: int, answers: dict[tuple[str, int], Any], hardware: str = DEFAULT) -> dict[str, Predicted]:

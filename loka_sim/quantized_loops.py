@@ -25,6 +25,9 @@ MULTIPROCESSORS, RESIDENT = 132, 2048
 BLOCK = 128
 
 MAGNITUDES, CAST = frozenset({"abs", "amax"}), frozenset({"mul", "clamp_min", "clamp_max"})
+# Where each of several tensors that are put together, some of them turned, has an element: found anew for every one. Pieces of
+# as few elements as a block of threads takes at least are read as fast as others (InterFormer at other widths).
+PLACES = frozenset({"turned_cat"})
 # torchao finds the scales of rows in FP64, and its recipe rounds them to powers of two. torch.compile computes them anew for
 # every element behind a GEMM, and where a reduction over rows casts by the scales of columns, too.
 FP32, FP64, ROUNDED = "", "fp64", "fp64_rounded"
@@ -261,7 +264,15 @@ class _Quantized:
     ) -> Iterator[Scheduled]:
         def reduction(kind: str, kept: int, uneven: bool = False, flat: bool = False) -> Scheduled:
             space, writes = (kept, max(elements // kept, 1)), {self._buffer(4 * kept): 4 * kept}
-            return Scheduled("amax", kind, space, reads, writes, False, uneven, operators | MAGNITUDES, backward, flat=flat)
+            found = operators | MAGNITUDES
+            if (
+                flat
+                and elements > kept * THREADS * LEAST_EACH
+                and "cat" in operators
+                and any(read.turned for read in reads.values())
+            ):
+                found |= PLACES
+            return Scheduled("amax", kind, space, reads, writes, False, uneven, found, backward, flat=flat)
 
         if how.scaling == "rowwise":
             yield reduction("column" if how.across else "row", how.columns if how.across else how.rows)

@@ -381,20 +381,28 @@ of kernels as `launched` counts them, 5.3 in one on a busier host (`benchmarks/s
 """
 
 
-def gaps(kernels: Iterable[Fused], spec: ModelSpec, model: InStep | None) -> list[Other]:
-    """What passes between the kernels of a forward and a backward."""
-    found: list[Other] = []
+def between_us(found: Iterable[Other], model: InStep) -> float:
+    """Microseconds that pass behind these kernels in a CUDA graph."""
+    each = np.array([(other.launches or 0, other.time.us) for other in found]).reshape(-1, 2)
+    number, us = each[each[:, 0] > 0].T
+    return float((number * model.gaps_us(us / number)).sum())
+
+
+def gaps(found: Sequence[Other], spec: ModelSpec, model: InStep | None) -> list[Other]:
+    """What passes between the kernels of a forward and a backward, those beside the GEMMs given; GEMMs have whole gaps."""
+    gap: list[Other] = []
     if model is None:
-        return found
-    every = list(kernels)
+        return gap
     for phase, passes in ((FORWARD, {"output"}), (BACKWARD, set(PASSES) - {"output"})):
-        count = sum(len(passes & set(site.passes)) for site in spec.sites)
-        count += launched([kernel for kernel in every if kernel.phase == phase], spec.batch)
-        us = count * model.gap_us + batched_products(spec, passes) * model.batched_gap_us
+        beside = [other for other in found if other.phase == phase]
+        products = sum(len(passes & set(site.passes)) for site in spec.sites)
+        batched_us = batched_products(spec, passes) * model.batched_gap_us
+        us = products * model.gap_us + between_us(beside, model) + batched_us
+        called_us = (products + sum(other.launches or 0 for other in beside)) * CALLED_GAP_US + batched_us
         if us:
-            time, called = (Time(us, 0.5 * us, 1.5 * us) for us in (us, us + count * (CALLED_GAP_US - model.gap_us)))
-            found.append(Other(phase, GAP, "between kernels", 0, 1, time, True, 0, called))
-    return found
+            time, called = (Time(us, 0.5 * us, 1.5 * us) for us in (us, called_us))
+            gap.append(Other(phase, GAP, "between kernels", 0, 1, time, True, 0, called))
+    return gap
 
 
 def of_step(
@@ -420,5 +428,5 @@ def of_step(
     every = [*step, *table_update(spec.tables, spec.batch, optimizer)]
     adds = any(kernel.kind == "scatter" for kernel in spec.fused)
     found = [*others(every, spec.batch, model), *(conflicts(spec.tables, spec.batch) if adds else [])]
-    found += gaps(step, spec, model.in_step)
+    found += gaps(found, spec, model.in_step)
     return (*found, *optimizer_step(dense_tensors(spec), optimizer, hardware))

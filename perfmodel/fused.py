@@ -42,6 +42,9 @@ INSTRUCTIONS = {
     "log1p": 28, "softplus": 38, "sin": 28, "cos": 30, "pow": 58, "_softmax": 10,
     # A random number: two kernels of 8 and 17 million elements that drop some out, 3.6 us a million (a step of DeepFM).
     "random": 116,
+    # Largest magnitudes of tensors that are put together, some of them turned, one element after another: the middle one of
+    # such kernels of two InterFormers and an AutoInt, 3.6, 5.0 and 7.1 us a million elements.
+    "turned_cat": 168,
     # A row's and a column's scale found in FP64, and rounded to powers of two: kernels that do nothing else took 3.1 and 4.8 us
     # a million elements (steps of dcnv2-production and of wukong at other widths). A column's alone: half of it.
     "rescale": 80, "column_scale": 40, "rescale_rounded": 125, "column_scale_rounded": 62,

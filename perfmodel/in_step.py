@@ -3,7 +3,7 @@
 Alone a kernel was timed from cold caches (`python -m hil.fused`), or, if a GEMM, again and again until the GPU's power was the
 bound. In a step what it reads was often just written and lies in the L2, and a GEMM stands between kernels that need less power.
 How much that is follows a curve over its size, for each family of kernels, found from kernels of profiled steps
-(`perfmodel.fit_in_step`). Between two kernels of a CUDA graph there is a gap. Before each batched product cuBLAS clears a
+(`perfmodel.fit_in_step`). Between two kernels of a CUDA graph there is a gap, the shorter the shorter a kernel. Before each batched product cuBLAS clears a
 counter, a node of its own in the graph, and gaps are the longest; some of that is part of what it takes alone, too. Alone a GEMM
 is one in the layout of its pass (`perfmodel.layouts`).
 """
@@ -34,10 +34,11 @@ FUSED = (
 )  # fmt: skip
 """Families of fused kernels that have a curve."""
 RESCALES = {"rescale", "rescale_rounded"}
-COMPUTES = {*RESCALES, "random"}
+COMPUTES = {*RESCALES, "random", "turned_cat"}
 """Operators that take a kernel longer to compute than its bytes to move: where these lie is no matter, and it has no curve."""
 GEMMS = ("gemm_bf16", "gemm_fp8")
 BATCHED = "torch/bf16_batched"
+SHORT_US = 2.0  # kernels from this on have whole gaps: of 1.25 to 64 it left the least error on kinds of models left out
 CLEARED_US = 0.8  # what clears their counter: 0.7 to 0.9 in 22 profiled steps, where it is a kernel of its own
 LEAST_OF_BATCHED = 0.5  # of the time alone, whatever is taken off it
 VECTOR = 8  # values of bf16 that operands must lie by for Hopper's own GEMMs
@@ -90,7 +91,7 @@ class InStep:
     Attributes:
         knots: Per family, base-2 logarithms of the bytes moved, or of a GEMM's microseconds alone.
         logs: Per family, logarithms of the factor there.
-        gap_us: Between two kernels of a CUDA graph.
+        gap_us: Between two kernels of a CUDA graph, see `gaps_us`.
         batched_gap_us: Beside that, around each batched product.
         batched_less_us: What one takes alone beyond its kernel and what clears its counter, where it is counted (`is_counted`).
         off: Per family, by how much its kernels of a step are off together: the half-width of a 90% interval, as a share.
@@ -127,6 +128,10 @@ class InStep:
         """Factors of GEMMs, FP8 or not, that take so long alone."""
         which, x = np.asarray(fp8, dtype=bool), np.log2(np.maximum(np.asarray(alone_us, dtype=np.float64), 1e-3))
         return np.where(which, self._factors(GEMMS[True], x), self._factors(GEMMS[False], x))
+
+    def gaps_us(self, us: npt.ArrayLike) -> Array:
+        """Microseconds from kernels of a CUDA graph that take so long to the next: in proportion of those below `SHORT_US`."""
+        return self.gap_us * np.minimum(np.asarray(us, dtype=np.float64) / SHORT_US, 1.0)
 
     def batched(self, alone_us: npt.ArrayLike) -> Array:
         """Factors of batched products that are counted and take so long alone."""

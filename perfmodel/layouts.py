@@ -118,15 +118,17 @@ class LayoutModel:
     times: PerfModel
 
     @cached_property
-    def _trees(self) -> dict[Layout, Trees]:
-        found = {}
-        for layout in OTHERS:
+    def _read(self) -> dict[Layout, Trees]:
+        return {}
+
+    def _trees(self, layout: Layout) -> Trees:
+        if layout not in self._read:
             path = self.folder / model_file(layout)
             try:
-                found[layout] = Trees(path.read_bytes())
+                self._read[layout] = Trees(path.read_bytes())
             except (EOFError, OSError) as error:
                 raise ValueError(f"{path} is missing or truncated; copy the folder again") from error
-        return found
+        return self._read[layout]
 
     def factors(
         self, layouts: Sequence[Layout], m: npt.ArrayLike, n: npt.ArrayLike, k: npt.ArrayLike, groups: npt.ArrayLike
@@ -150,7 +152,7 @@ class LayoutModel:
             found = np.empty(len(which))
             for layout in set(which):
                 mine = np.array([other == layout for other in which])
-                found[mine] = np.exp(self._trees[layout].predict(matrix[mine]))
+                found[mine] = np.exp(self._trees(layout).predict(matrix[mine]))
             result[known] = found
         return result
 

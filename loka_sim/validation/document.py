@@ -15,7 +15,7 @@ from loka_sim.files import write_text_atomic
 from loka_sim.host_time import called
 from loka_sim.validation.request import Request
 from loka_sim.validation.runnable import TABLE_ROWS
-from loka_sim.whole_step import TABLE_LAUNCHES, launches_of_step, log_loss, others, table_gradient
+from loka_sim.whole_step import TABLE_LAUNCHES, between_us, launches_of_step, log_loss, others, table_gradient
 
 if TYPE_CHECKING:
     import pandas
@@ -197,9 +197,8 @@ def _around_us(answer: WhatIf, rows: int) -> float:
         model = fused.load(answer.settings.hardware)
     except (FileNotFoundError, ValueError):
         return 0.0
-    kernels = [*table_gradient(answer.spec.tables, rows), *log_loss()]
-    gaps_us = sum(kernel.count for kernel in kernels) * (model.in_step.gap_us if model.in_step else 0.0)
-    return gaps_us + sum(other.time.us for other in others(kernels, answer.spec.batch, model))
+    found = others([*table_gradient(answer.spec.tables, rows), *log_loss()], answer.spec.batch, model)
+    return sum(other.time.us for other in found) + (between_us(found, model.in_step) if model.in_step else 0.0)
 
 
 def _speedups(answer: WhatIf, beside_us: float) -> dict[str, Time]:

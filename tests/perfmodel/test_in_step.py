@@ -72,14 +72,21 @@ def test_kinds_of_models_are_known_by_their_names():
 
 
 def test_gaps_are_what_graphs_take_longer_than_their_kernels():
-    """Of kernels 0.25 us each, of counted products 3 us more; a graph that lost a tenth to something else moves neither."""
+    """Behind kernels 0.25 us, half as much behind those of half of `SHORT_US`, around counted products 3 us more.
+
+    A graph that lost a tenth to something else moves none of them.
+    """
     counts = [(100, 0), (200, 9), (300, 2), (400, 40), (250, 12), (120, 6), (180, 1)]
+    short = {120: 0.0, 250: 0.5, 300: 1.0}  # the share of kernels that are short, of some
     steps = [
-        kernels(5).assign(batch=n, step_launches=n, step_batched=batched, step_us=1e3, graph_us=1e3 + n / 4 + 3 * batched)
+        kernels(50).assign(
+            batch=n, step_launches=n, step_batched=batched, step_us=1e3, us=np.where(np.arange(50) < 50 * short.get(n, 0), 1.0, 9.0),
+            graph_us=1e3 + n / 4 * (1 - short.get(n, 0) / 2) + 3 * batched,
+        )
         for n, batched in counts
-    ]
+    ]  # fmt: skip
     steps[2] = steps[2].assign(graph_us=1175.0)
-    others = kernels(5).assign(shared=True, graph_us=9.0)
+    others = kernels(5).assign(shared=True, graph_us=9.0, us=5.0)
     assert fit_in_step.gaps_us(pd.concat([*steps, others])) == pytest.approx((0.25, 3.0), abs=0.002)
 
 
@@ -113,6 +120,7 @@ def test_small_kernels_find_what_they_read_in_the_cache():
     fp8, bf16 = SHIPPED.gemms([True, False], [300.0, 300.0])
     assert fp8 < bf16 < 1.1
     assert 0.1 < SHIPPED.gap_us < 1.0 < SHIPPED.batched_gap_us < 10
+    assert SHIPPED.gaps_us([1.0, 2.0, 50.0]) == pytest.approx(SHIPPED.gap_us * np.array([0.5, 1.0, 1.0]))
 
 
 def test_steps_of_models_left_out_are_nearer_with_the_curves_than_without():
