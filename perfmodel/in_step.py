@@ -3,9 +3,9 @@
 Alone a kernel was timed from cold caches (`python -m hil.fused`), or, if a GEMM, again and again until the GPU's power was the
 bound. In a step what it reads was often just written and lies in the L2, and a GEMM stands between kernels that need less power.
 How much that is follows a curve over its size, for each family of kernels, found from kernels of profiled steps
-(`perfmodel.fit_in_step`). Between two kernels of a CUDA graph there is a gap, the shorter the shorter a kernel. Before each batched product cuBLAS clears a
-counter, a node of its own in the graph, and gaps are the longest; some of that is part of what it takes alone, too. Alone a GEMM
-is one in the layout of its pass (`perfmodel.layouts`).
+(`perfmodel.fit_in_step`). Between two kernels of a CUDA graph there is a gap, behind a short kernel a shorter one. Before each
+batched product cuBLAS clears a counter, a node of its own in the graph, and gaps are longer; some of that is part of what it
+takes alone, too. Alone a GEMM is one in the layout of its pass (`perfmodel.layouts`).
 """
 
 from __future__ import annotations

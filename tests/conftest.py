@@ -45,12 +45,12 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (folder / "h200").symlink_to(shipped)
     (folder / "h100" / "hardware.json").write_text(json.dumps(H100))
     for path in (shipped / "models").iterdir():
-        if not path.name.startswith(("fused", "in_step", "manifest", "attention")):
+        if not path.name.startswith(("fused", "in_step", "manifest", "attention", "layouts")):
             (folder / "h100" / "models" / path.name).symlink_to(path)
     manifest = json.loads((shipped / "models" / "manifest.json").read_text())
     (folder / "h100" / "models" / "manifest.json").write_text(json.dumps({**manifest, "hardware": "h100"}))
     (folder / "h100" / "memory_costs.json").symlink_to(shipped / "memory_costs.json")
-    for name in ("hardware", "fused", "collectives", "saved", "memory_costs"):
+    for name in ("hardware", "fused", "collectives", "saved", "memory_costs", "layouts"):
         monkeypatch.setattr(importlib.import_module(f"perfmodel.{name}"), "data_folder", lambda: folder)
     caches = (whole_step._times, layouts.load, memory_costs.known, attention.load)
     for cache in caches:

@@ -80,7 +80,8 @@ def test_gaps_are_what_graphs_take_longer_than_their_kernels():
     short = {120: 0.0, 250: 0.5, 300: 1.0}  # the share of kernels that are short, of some
     steps = [
         kernels(50).assign(
-            batch=n, step_launches=n, step_batched=batched, step_us=1e3, us=np.where(np.arange(50) < 50 * short.get(n, 0), 1.0, 9.0),
+            batch=n, step_launches=n, step_batched=batched, step_us=1e3,
+            us=np.where(np.arange(50) < 50 * short.get(n, 0), 1.0, 9.0),
             graph_us=1e3 + n / 4 * (1 - short.get(n, 0) / 2) + 3 * batched,
         )
         for n, batched in counts
