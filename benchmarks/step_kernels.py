@@ -262,7 +262,7 @@ def paired_gemms(profile: dict[str, Any], rows: Sequence[Product], alone: Sequen
     sure = [sum(fp8 == its for its, *_ in seen) == sum(fp8 == wants for wants, *_ in wanted) for fp8 in (False, True)]
     pairs = zip(*linear_sum_assignment(apart), strict=True)
     return [
-        {**rows[j].row._asdict(), **dict(zip(LAYOUT, rows[j][1:], strict=True)), "us": float(times[i])}
+        {**rows[j][0]._asdict(), **dict(zip(LAYOUT, rows[j][1:], strict=True)), "us": float(times[i])}
         for i, j in pairs
         if seen[i][0] == wanted[j][0] and sure[wanted[j][0]]
     ]

@@ -49,7 +49,8 @@ class Scheduled:
         uneven: A reduction that reads something across memory, or one element for several of its own, as a mask.
         operators: The aten operators in it, its own among them.
         backward: It runs in the backward.
-        flat: A reduction to one value, in pieces that are no rows: nothing that runs in another order joins it.
+        flat: A reduction to one value, in pieces that are no rows, or a copy of what was written in another order: nothing that
+            runs in another order joins it.
         gemm: Groups, m, n and k of a GEMM; None of everything else.
         operands: What a GEMM multiplies: buffer, part, elements; named `x`, `w` or `g` once it is known whose GEMM it is.
         site: Whose GEMM it is, and which pass; empty where that is not known.
@@ -81,7 +82,7 @@ class Scheduled:
         """A loop that brings elements into another order and could run in either; parts of a concatenation may lie in any."""
         large = [access for access in self.reads.values() if 2 * access.read_bytes >= max(self.writes.values(), default=0)]
         whole = [access for access in large if access.whole]
-        return self.kind == "pointwise" and bool(whole) and all(access.turned for access in whole)
+        return self.kind == "pointwise" and not self.flat and bool(whole) and all(access.turned for access in whole)
 
     @property
     def across(self) -> bool:

@@ -73,9 +73,21 @@ class Classes(nn.Module):
         return F.cross_entropy(self.out(x) / 0.05, torch.arange(len(x), device=x.device))
 
 
+class Experts(nn.Module):
+    """Layers of several experts as einsums: their gradients' products read views that need copies, one each."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.empty(4, *sizes)) for sizes in ((256, 512), (512, 128)))
+
+    def forward(self, x):
+        hidden = F.relu(torch.einsum("bi,eij->ebj", x, self.first))
+        return F.relu(torch.einsum("ebi,eij->ebj", hidden, self.second))
+
+
 MODELS = {
     "wide": (Wide, (2048, 512)), "pooled": (Pooled, (2048, 50, 64)), "dropped": (Dropped, (8192, 512)),
-    "learned": (Learned, (8192, 512)), "classes": (Classes, (2048, 128)),
+    "learned": (Learned, (8192, 512)), "classes": (Classes, (2048, 128)), "experts": (Experts, (4096, 256)),
 }  # fmt: skip
 LARGE = 2**20  # bytes of a kernel that counts
 

@@ -54,7 +54,12 @@ PADDED_FROM, PADDED_TO_BYTES = 1024, 128
 
 @dataclass
 class _Root:
-    """A result that views share: computed where it is used until it is written."""
+    """A result that views share: computed where it is used until it is written.
+
+    Attributes:
+        as_traced: Its sizes follow one another in memory as where they were traced, or (False) as they are counted; None as long
+            as the compiler is free to lay them.
+    """
 
     numel: int
     itemsize: int
@@ -64,6 +69,7 @@ class _Root:
     computed: frozenset[Computed] = frozenset()
     gathers: bool = False
     buffer: int | None = None
+    as_traced: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -96,9 +102,13 @@ class Lowering:
                     self.result.inputs[node.name] = root.buffer
             elif node.op == "call_function":
                 self._call(node)
+                if any(user.op == "output" for user in node.users):  # lies as it was traced, where it is free to
+                    for view in self._all(node):
+                        view.root.as_traced = view.root.as_traced is not False
             elif node.op == "output":
                 for leaf in node.all_input_nodes:
                     for view in self._all(leaf):
+                        view = self._given_back(leaf, view)
                         buffer = self._realize(view)
                         self.result.outputs.add(buffer)
                         if view.numel == view.root.numel:
@@ -173,7 +183,7 @@ class Lowering:
         views, buffers = [], []
         for item in value if isinstance(value, tuple | list) else [value]:
             root = self._root(item, operator_name(node)) if isinstance(item, torch.Tensor) else _Root(1, 1, "")
-            root.buffer = self._buffer(root.numel * root.itemsize)
+            root.buffer, root.as_traced = self._buffer(root.numel * root.itemsize), True
             buffers.append(root.buffer)
             views.append(_View(root, "", root.numel, True))
         self._views[node] = views if isinstance(value, tuple | list) else views[0]
@@ -316,14 +326,55 @@ class Lowering:
                 _add(reads, key, Access(access.read_bytes, False))
         return reads
 
+    def _given_back(self, leaf: fx.Node, view: _View) -> _View:
+        """A result of the graph in memory as it was traced: a copy where a product had it laid otherwise."""
+        base, chain = _viewed(leaf)
+        if view.root.as_traced is not False or value_of(base).is_contiguous():
+            return view
+        lies = _lying(base, chain)
+        same = lies is not None and _steps(lies) == _steps(value_of(leaf))
+        return view if same else self._copied(base, view)
+
+    def _multiplied(self, operand: fx.Node) -> _View:
+        """A product's operand as the compiler hands it over (`ExternKernel.convert_to_reinterpret_view`, torch 2.11 and 2.13).
+
+        A view of what is computed has that written, its sizes as they are counted; a view that this order does not allow is
+        copied, for each product anew.
+        """
+        (view,) = self._all(operand)
+        base, chain = _viewed(operand)
+        known, root = value_of(base), view.root
+        other = base.op == "placeholder" or view.numel != root.numel or known.numel() != root.numel
+        if not chain or other or known.is_contiguous():
+            return view
+        if root.as_traced or any(access.turned == ACROSS for access in root.reads.values()):
+            return view  # what is made in tiles is written as the view lies (InterFormer's steps, torch 2.11)
+        root.as_traced = False
+        return view if _lying(base, chain) is not None else self._copied(base, view)
+
+    def _copied(self, base: fx.Node, view: _View) -> _View:
+        """A result that lies as it is counted, written once more as it was traced: by the loop that made it if that runs so."""
+        self._realize(view)
+        known = value_of(base)
+        turned = how_turned(torch.empty_like(known, memory_format=torch.contiguous_format), known)
+        apart = any(access.turned for access in view.root.reads.values())
+        reads = self._reads(view, turned if apart else 0)
+        copy = _Root(view.root.numel, view.root.itemsize, "clone", as_traced=True)
+        copy.buffer = self._buffer(copy.numel * copy.itemsize)
+        self._schedule("clone", "pointwise", (copy.numel, 1), reads, [copy.buffer])
+        self.result.scheduled[-1].flat = apart
+        return replace(view, root=copy)
+
     def _library(self, node: fx.Node, kind: str) -> None:
-        reads = self._written_first(view for view, _ in self._inputs(node))
+        multiplied = {operand: self._multiplied(operand) for operand in _operands_of(node)} if kind == "gemm" else {}
+        sources = ([multiplied[read]] if read in multiplied else self._all(read) for read in node.all_input_nodes)
+        reads = self._written_first(view for source in sources for view in source)
         if kind == "gemm":
             self._spread(node, reads)
         made = self._made(node)
         self._schedule(operator_name(node), kind, (0, 0), reads, made)
         if kind == "gemm":
-            self._operands(node)
+            self._operands(node, multiplied)
 
     def _spread(self, node: fx.Node, reads: Reads) -> None:
         """The bias of a product whose rows are padded: copied to each row first, and read from there by the product.
@@ -345,14 +396,14 @@ class Lowering:
         self._schedule(ADDED, "external", (value.numel(), 1), {(spread, ""): Access(size, False)}, [nothing])
         reads[spread, ""] = Access(0, False)
 
-    def _operands(self, node: fx.Node) -> None:
+    def _operands(self, node: fx.Node, multiplied: dict[fx.Node, _View]) -> None:
         """Note a GEMM's sizes and what it multiplies."""
-        nodes = [node.args[position] for position in GEMMS[operator_name(node)]]
-        left, right = (value_of(operand) for operand in nodes)  # type: ignore[arg-type]
+        nodes = _operands_of(node)
+        left, right = (value_of(operand) for operand in nodes)
         gemm = self.result.scheduled[-1]
         gemm.gemm = (left.shape[0] if left.dim() == 3 else 1, left.shape[-2], right.shape[-1], left.shape[-1])
         for name, operand in zip(("left", "right"), nodes, strict=True):
-            (view,) = self._all(operand)  # type: ignore[arg-type]
+            view = multiplied[operand]
             assert view.root.buffer is not None
             gemm.operands[name] = (view.root.buffer, view.part, view.numel)
 
@@ -443,6 +494,40 @@ class Lowering:
             reads |= self._reads(view)
         made = self._made(node)
         self._schedule("copy_", "pointwise", (value_of(node).numel(), 1), reads, made)
+
+
+def _operands_of(node: fx.Node) -> list[fx.Node]:
+    """The two factors of a product."""
+    return [node.args[position] for position in GEMMS[operator_name(node)]]  # type: ignore[misc]
+
+
+def _viewed(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """What a node is a view of, all of it, and the views from there on."""
+    chain: list[fx.Node] = []
+    while node.op == "call_function" and operator_name(node) in WHOLE_VIEWS:
+        chain.insert(0, node)
+        node = node.args[0]  # type: ignore[assignment]
+    return node, chain
+
+
+def _lying(base: fx.Node, chain: Iterable[fx.Node]) -> torch.Tensor | None:
+    """How views of a tensor lie whose sizes follow one another as they are counted; None where they cannot be without a copy."""
+    lies = torch.empty(value_of(base).shape, dtype=value_of(base).dtype, device="meta")
+    for view in chain:
+        if isinstance(view.target, torch._ops.OpOverload):
+            try:
+                viewed = view.target(lies, *view.args[1:], **view.kwargs)
+            except RuntimeError:
+                return None
+            if viewed.untyped_storage()._cdata != lies.untyped_storage()._cdata:
+                return None
+            lies = viewed
+    return lies
+
+
+def _steps(value: torch.Tensor) -> list[int]:
+    """Strides of dimensions of more than one element."""
+    return [step for size, step in zip(value.shape, value.stride(), strict=True) if size > 1]
 
 
 def _element_by_element(node: fx.Node) -> bool:

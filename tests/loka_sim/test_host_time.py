@@ -13,14 +13,14 @@ RANKS = [step for step in json.loads((data_folder() / "h200" / "gpu_steps.json")
 STEPS = json.loads((data_folder() / "h200" / "host_steps.json").read_text())["steps"]
 
 
-@pytest.mark.parametrize(("model", "slower"), [("interformer-small", "uneven"), ("dcnv2", "scatter")])
+@pytest.mark.parametrize(("model", "slower"), [("interformer-small", set()), ("dcnv2", {"scatter"})])
 def test_a_host_launches_every_stage_of_every_kernel_and_nothing_for_what_is_none(model, slower):
-    """As many as the specification's kernels are: nothing for gaps, adds that meet, weight gradients that take longer."""
+    """As many as the specification's kernels are: nothing for gaps, nor for adds that meet."""
     answer = whatif(model, batch=4096)
     gemms = sum(len(site.passes) for site in answer.spec.sites)
     number = launched(answer.spec.fused, answer.spec.batch)
     assert number > sum(kernel.count for kernel in answer.spec.fused)
-    assert {other.kind for other in answer.others if other.launches == 0} == {"gap", slower}
+    assert {other.kind for other in answer.others if other.launches == 0} == {"gap"} | slower
     number += gemms + batched_products(answer.spec)
     assert launches_of_step(answer.spec, answer.others) == number
     assert called(number).us == pytest.approx(USUAL_US * (STEP + LAUNCH * number))
