@@ -216,3 +216,33 @@ def test_a_bias_is_copied_to_padded_rows_of_a_product(columns, behind, copies):
     tail = {"linear": [nn.Linear(columns, 64)], "relu": [nn.ReLU()], "output": []}[behind]
     found = capture(nn.Sequential(nn.Linear(64, columns), *tail), (torch.randn(512, 64),))
     assert sum(kernel.count for kernel in found.fused if kernel.kind == "copy") == copies
+
+
+class Joined(nn.Module):
+    """A layer of heads' results put together, one of them turned."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(64, 128, bias=False) for _ in range(3))
+        self.out = nn.Linear(384, 128, bias=False)
+
+    def forward(self, x):
+        first, second, third = (head(x) for head in self.heads)
+        turned = first.view(-1, 32, 4, 32).transpose(2, 3).reshape(-1, 32, 128)
+        return self.out(torch.cat((turned, second, third), -1))
+
+
+@pytest.mark.parametrize(("batch", "finds_places"), [(4096, True), (512, False)])
+def test_magnitudes_of_what_is_put_together_turned_find_every_elements_place(batch, finds_places):
+    """Where a block of threads takes more than the fewest elements; and that is most of what they take."""
+    spec = capture(Joined(), (torch.randn(batch, 32, 64),)).at_batch(batch)
+    site = spec.sites[-1]
+    shape = SiteShape.of(site, batch)
+    passes = {
+        (site.name, name): {tensor: Taken("tensorwise", turned, *shape.tensor(tensor)) for tensor, turned in shape.reads(name)}
+        for name in shape.names
+    }
+    labels = [k.label for k in fused(step_loops.read(spec.loops, batch), passes)]
+    magnitudes = [label for label in labels if "amax" in label and "cat" in label]
+    assert magnitudes and all(("turned_cat" in label) == finds_places for label in magnitudes)
+    assert instructions_of(["abs", "amax", "cat", "turned_cat"]) > 10 * instructions_of(["abs", "amax", "cat"])
