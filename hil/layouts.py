@@ -31,7 +31,7 @@ import pandas as pd
 from hil.command import Parser
 from hil.files import write_atomic
 from hil.fingerprint import fingerprint, has_gpu
-from hil.kernels.base import Runner, Shape
+from hil.kernels.base import GEMM_LIMIT, Runner, Shape, product_error
 from hil.launches import LAUNCHES, drawn, profiled
 from hil.timing import BufferPool, capture, launches_for, time_interleaved
 from perfmodel.layouts import FILE, LAYOUTS, column
@@ -44,16 +44,19 @@ _CHUNK = 400
 def runner(layout: tuple[str, str]) -> Runner:
     """A product in a layout of its operands, batched where the shape has groups."""
 
+    def sizes(s: Shape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        lead = () if s.groups == 1 else (s.groups,)
+        a, b = (s.m, s.k) if layout[0] == "row" else (s.k, s.m), (s.k, s.n) if layout[1] == "row" else (s.n, s.k)
+        return (*lead, *a), (*lead, *b)
+
     def bind(shape: Shape, pool: BufferPool) -> Callable[[int], Any]:
         import torch
 
-        lead = () if shape.groups == 1 else (shape.groups,)
         multiply = torch.mm if shape.groups == 1 else torch.bmm
-        a_sizes = (shape.m, shape.k) if layout[0] == "row" else (shape.k, shape.m)
-        b_sizes = (shape.k, shape.n) if layout[1] == "row" else (shape.n, shape.k)
+        a_sizes, b_sizes = sizes(shape)
 
         def launch(index: int) -> Any:
-            a, b = pool.view((*lead, *a_sizes), index, 0), pool.view((*lead, *b_sizes), index, 1)
+            a, b = pool.view(a_sizes, index, 0), pool.view(b_sizes, index, 1)
             return multiply(a if layout[0] == "row" else a.mT, b if layout[1] == "row" else b.mT)
 
         return launch
@@ -61,10 +64,13 @@ def runner(layout: tuple[str, str]) -> Runner:
     def moved(s: Shape) -> int:
         return 2 * s.groups * (s.m * s.k + s.n * s.k + s.m * s.n)
 
-    def unchecked(shape: Shape, pool: BufferPool, result: object) -> float:
-        raise NotImplementedError(f"{layout} is torch's own product; nothing is checked here")
+    def error(shape: Shape, pool: BufferPool, result: Any) -> float:
+        a_sizes, b_sizes = sizes(shape)
+        a, b = pool.view(a_sizes, 0, 0), pool.view(b_sizes, 0, 1)
+        a, b = a if layout[0] == "row" else a.mT, b.mT if layout[1] == "row" else b
+        return product_error(result[-1], a[-1], b[-1]) if shape.groups > 1 else product_error(result, a, b)
 
-    return Runner("_".join(layout), moved, bind, unchecked, 0.0)
+    return Runner("_".join(layout), moved, bind, error, GEMM_LIMIT)
 
 
 def quickly(shapes: Sequence[Shape], deadline: float) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch import fx
 from loka_sim.capture.operators import (
     ATTENTION,
     BAGS,
-    CONSTANT,
     EXTERNAL,
     FILLS,
     GATHERS,
@@ -29,7 +28,6 @@ from loka_sim.capture.operators import (
     SCATTERS,
     VIEWS,
     WHOLE_VIEWS,
-    Computed,
     along_memory,
     distinct,
     how_turned,
@@ -39,6 +37,8 @@ from loka_sim.capture.operators import (
     trailing,
     value_of,
 )  # fmt: skip
+from loka_sim.capture.results import Root, View, add, inline
+from loka_sim.capture.views import element_by_element, factors, lying, steps, viewed
 from loka_sim.loops import ACROSS, ADDED, FETCHED, Access, Lowered, Reads, Scheduled
 from perfmodel.attention import FORWARD, label_of
 
@@ -52,35 +52,6 @@ SECTOR_BYTES = 32  # what a GPU fetches at least
 PADDED_FROM, PADDED_TO_BYTES = 1024, 128
 
 
-@dataclass
-class _Root:
-    """A result that views share: computed where it is used until it is written.
-
-    Attributes:
-        as_traced: Its sizes follow one another in memory as where they were traced, or (False) as they are counted; None as long
-            as the compiler is free to lay them.
-    """
-
-    numel: int
-    itemsize: int
-    label: str
-    reads: Reads = field(default_factory=dict)
-    operators: frozenset[str] = frozenset()
-    computed: frozenset[Computed] = frozenset()
-    gathers: bool = False
-    buffer: int | None = None
-    as_traced: bool | None = None
-
-
-@dataclass(frozen=True)
-class _View:
-    root: _Root
-    part: str
-    numel: int
-    whole: bool
-    spread: int = 1  # of the memory that is fetched in pieces of `SECTOR_BYTES`, one part in so many is used
-
-
 class Lowering:
     """Lowers one graph; `run` does it."""
 
@@ -88,7 +59,7 @@ class Lowering:
         """Start with nothing written."""
         self.graph = graph
         self.result = Lowered()
-        self._views: dict[fx.Node, _View | list[_View]] = {}
+        self._views: dict[fx.Node, View | list[View]] = {}
 
     def run(self) -> Lowered:
         """Walk the graph once."""
@@ -98,7 +69,7 @@ class Lowering:
                 if isinstance(value, torch.Tensor):
                     root = self._root(value, "input")
                     root.buffer = self._buffer(distinct(value) * value.element_size())
-                    self._views[node] = _View(root, "", value.numel(), True)
+                    self._views[node] = View(root, "", value.numel(), True)
                     self.result.inputs[node.name] = root.buffer
             elif node.op == "call_function":
                 self._call(node)
@@ -123,14 +94,14 @@ class Lowering:
         return index
 
     @staticmethod
-    def _root(value: Any, label: str) -> _Root:
-        return _Root(distinct(value), value.element_size(), label)
+    def _root(value: Any, label: str) -> Root:
+        return Root(distinct(value), value.element_size(), label)
 
-    def _all(self, node: fx.Node) -> list[_View]:
+    def _all(self, node: fx.Node) -> list[View]:
         found = self._views.get(node, [])
         return found if isinstance(found, list) else [found]
 
-    def _inputs(self, node: fx.Node) -> list[tuple[_View, int]]:
+    def _inputs(self, node: fx.Node) -> list[tuple[View, int]]:
         """Views that a node reads, and whether it reads them in another order than they lie."""
         value = value_of(node)
         found = []
@@ -140,7 +111,7 @@ class Lowering:
             found += [(replace(view, whole=False) if within else view, turned) for view in self._all(source)]
         return found
 
-    def _reads(self, view: _View, turned: int = 0) -> Reads:
+    def _reads(self, view: View, turned: int = 0) -> Reads:
         root = view.root
         if root.buffer is not None:
             size = min(view.numel * root.itemsize * view.spread, self.result.sizes[root.buffer])
@@ -156,7 +127,7 @@ class Lowering:
             found[buffer, part or (view.part if share < 1 else "")] = Access(size, access.whole and view.whole, order)
         return found
 
-    def _realize(self, view: _View) -> int:
+    def _realize(self, view: View) -> int:
         root = view.root
         if root.buffer is None:
             kind = "pointwise" if root.reads or root.label not in FILLS else "fill"
@@ -182,10 +153,10 @@ class Lowering:
         value = value_of(node)
         views, buffers = [], []
         for item in value if isinstance(value, tuple | list) else [value]:
-            root = self._root(item, operator_name(node)) if isinstance(item, torch.Tensor) else _Root(1, 1, "")
+            root = self._root(item, operator_name(node)) if isinstance(item, torch.Tensor) else Root(1, 1, "")
             root.buffer, root.as_traced = self._buffer(root.numel * root.itemsize), True
             buffers.append(root.buffer)
-            views.append(_View(root, "", root.numel, True))
+            views.append(View(root, "", root.numel, True))
         self._views[node] = views if isinstance(value, tuple | list) else views[0]
         return buffers
 
@@ -237,10 +208,10 @@ class Lowering:
         if name == "getitem":
             self._views[node] = source[node.args[1]] if isinstance(source, list) else source  # type: ignore[index]
             return
-        assert isinstance(source, _View)
+        assert isinstance(source, View)
         if isinstance(value, tuple | list):
             self._views[node] = [
-                _View(source.root, f"{node.name}.{index}", distinct(item), False) for index, item in enumerate(value)
+                View(source.root, f"{node.name}.{index}", distinct(item), False) for index, item in enumerate(value)
             ]
             return
         whole = name in WHOLE_VIEWS or (name == "expand" and trailing(value))
@@ -250,7 +221,7 @@ class Lowering:
         spread = max(source.spread, min(step, SECTOR_BYTES // value.element_size()), 1)
         if numel < source.numel and spread > source.spread:
             part = f"{node.args[0]}.{spread}{FETCHED}{part}"
-        self._views[node] = view = _View(source.root, part, numel, source.whole and whole, spread)
+        self._views[node] = view = View(source.root, part, numel, source.whole and whole, spread)
         self._used_often(node, view)
 
     def _pointwise(self, node: fx.Node, name: str, value: torch.Tensor) -> None:
@@ -269,21 +240,21 @@ class Lowering:
                     if view.root.buffer is not None:  # what is read again is in the L2
                         looked_up = min(root.numel, view.root.numel) * view.root.itemsize
                     access = Access(math.ceil(looked_up), False)
-                _add(root.reads, (key[0], key[1] + placed) if view in put else key, access)
-            _inline(root, view)
+                add(root.reads, (key[0], key[1] + placed) if view in put else key, access)
+            inline(root, view)
         root.gathers |= name in GATHERS
-        self._views[node] = view = _View(root, "", root.numel, True)
+        self._views[node] = view = View(root, "", root.numel, True)
         self._used_often(node, view)
         self._gathered_much(view)
         if name in RANDOM:
             self._realize(view)
 
-    def _gathered_much(self, view: _View) -> None:
+    def _gathered_much(self, view: View) -> None:
         """Write what even one use would have to compute from too much."""
         if len(view.root.reads) > MOST_READS_AT_ALL or len(view.root.computed) > MOST_OPERATIONS:
             self._realize(view)
 
-    def _used_often(self, node: fx.Node, view: _View) -> None:
+    def _used_often(self, node: fx.Node, view: View) -> None:
         """Write what several uses would each have to compute from many reads, or what is a result and used, too."""
         much = len(view.root.reads) > MOST_READS or len(view.root.computed) > MOST_OPERATIONS
         if len(node.users) > 1 and (much or any(user.op == "output" for user in node.users)):
@@ -299,17 +270,17 @@ class Lowering:
         for number in range(count):
             for (buffer, part), access in self._reads(view).items():  # all parts together are fetched once
                 each = f"{part.replace(FETCHED, '.')}/{count}{FETCHED}{number}"
-                _add(root.reads, (buffer, each), Access(access.read_bytes, False, access.turned))
+                add(root.reads, (buffer, each), Access(access.read_bytes, False, access.turned))
             root.computed |= {("", (node, number))}
-            _inline(root, replace(view, part=f"{view.part}{node.name}.{number}"))
-        self._views[node] = view = _View(root, "", root.numel, True)
+            inline(root, replace(view, part=f"{view.part}{node.name}.{number}"))
+        self._views[node] = view = View(root, "", root.numel, True)
         self._used_often(node, view)
         self._gathered_much(view)
 
     def _reduction(self, node: fx.Node, name: str) -> None:
         source = self._input(node)
         (view, *_) = self._all(node.args[0])  # type: ignore[arg-type]
-        reads, inside = self._reads(view), view.root if view.root.buffer is None else _Root(1, 1, name)
+        reads, inside = self._reads(view), view.root if view.root.buffer is None else Root(1, 1, name)
         made = self._made(node)
         value = value_of(node)
         kept = max((value[0] if isinstance(value, tuple | list) else value).numel(), 1)
@@ -317,56 +288,56 @@ class Lowering:
         self._schedule(name, kind, (kept, max(source.numel() // kept, 1)), reads, made, inside.gathers, inside.operators)
         self.result.scheduled[-1].uneven = any(not read.whole or read.turned == ACROSS for read in reads.values())
 
-    def _written_first(self, views: Iterable[_View]) -> Reads:
+    def _written_first(self, views: Iterable[View]) -> Reads:
         """What a kernel reads that nothing fuses into: its operands must be there."""
         reads: Reads = {}
         for view in views:
             self._realize(view)
             for key, access in self._reads(view).items():
-                _add(reads, key, Access(access.read_bytes, False))
+                add(reads, key, Access(access.read_bytes, False))
         return reads
 
-    def _given_back(self, leaf: fx.Node, view: _View) -> _View:
+    def _given_back(self, leaf: fx.Node, view: View) -> View:
         """A result of the graph in memory as it was traced: a copy where a product had it laid otherwise."""
-        base, chain = _viewed(leaf)
+        base, chain = viewed(leaf)
         if view.root.as_traced is not False or value_of(base).is_contiguous():
             return view
-        lies = _lying(base, chain)
-        same = lies is not None and _steps(lies) == _steps(value_of(leaf))
+        lies = lying(base, chain)
+        same = lies is not None and steps(lies) == steps(value_of(leaf))
         return view if same else self._copied(base, view)
 
-    def _multiplied(self, operand: fx.Node) -> _View:
+    def _multiplied(self, operand: fx.Node) -> View:
         """A product's operand as the compiler hands it over (`ExternKernel.convert_to_reinterpret_view`, torch 2.11 and 2.13).
 
         A view of what is computed has that written, its sizes as they are counted; a view that this order does not allow is
         copied, for each product anew.
         """
         (view,) = self._all(operand)
-        base, chain = _viewed(operand)
+        base, chain = viewed(operand)
         known, root = value_of(base), view.root
-        other = base.op == "placeholder" or view.numel != root.numel or known.numel() != root.numel
-        if not chain or other or known.is_contiguous():
+        of_a_part = view.numel != root.numel or known.numel() != root.numel
+        if not chain or base.op == "placeholder" or of_a_part or known.is_contiguous():
             return view
         if root.as_traced or any(access.turned == ACROSS for access in root.reads.values()):
             return view  # what is made in tiles is written as the view lies (InterFormer's steps, torch 2.11)
         root.as_traced = False
-        return view if _lying(base, chain) is not None else self._copied(base, view)
+        return view if lying(base, chain) is not None else self._copied(base, view)
 
-    def _copied(self, base: fx.Node, view: _View) -> _View:
+    def _copied(self, base: fx.Node, view: View) -> View:
         """A result that lies as it is counted, written once more as it was traced: by the loop that made it if that runs so."""
         self._realize(view)
         known = value_of(base)
         turned = how_turned(torch.empty_like(known, memory_format=torch.contiguous_format), known)
         apart = any(access.turned for access in view.root.reads.values())
         reads = self._reads(view, turned if apart else 0)
-        copy = _Root(view.root.numel, view.root.itemsize, "clone", as_traced=True)
+        copy = Root(view.root.numel, view.root.itemsize, "clone", as_traced=True)
         copy.buffer = self._buffer(copy.numel * copy.itemsize)
         self._schedule("clone", "pointwise", (copy.numel, 1), reads, [copy.buffer])
         self.result.scheduled[-1].flat = apart
         return replace(view, root=copy)
 
     def _library(self, node: fx.Node, kind: str) -> None:
-        multiplied = {operand: self._multiplied(operand) for operand in _operands_of(node)} if kind == "gemm" else {}
+        multiplied = {operand: self._multiplied(operand) for operand in factors(node)} if kind == "gemm" else {}
         sources = ([multiplied[read]] if read in multiplied else self._all(read) for read in node.all_input_nodes)
         reads = self._written_first(view for source in sources for view in source)
         if kind == "gemm":
@@ -388,7 +359,7 @@ class Lowering:
         bias = node.args[0]
         if operator_name(node) != "addmm" or not padded or not isinstance(bias, fx.Node) or value_of(bias).dim() != 1:
             return
-        if all(map(_element_by_element, node.users)):
+        if all(map(element_by_element, node.users)):
             return
         (view,) = self._all(bias)
         spread, nothing = self._buffer(size), self._buffer(0)
@@ -396,9 +367,9 @@ class Lowering:
         self._schedule(ADDED, "external", (value.numel(), 1), {(spread, ""): Access(size, False)}, [nothing])
         reads[spread, ""] = Access(0, False)
 
-    def _operands(self, node: fx.Node, multiplied: dict[fx.Node, _View]) -> None:
+    def _operands(self, node: fx.Node, multiplied: dict[fx.Node, View]) -> None:
         """Note a GEMM's sizes and what it multiplies."""
-        nodes = _operands_of(node)
+        nodes = factors(node)
         left, right = (value_of(operand) for operand in nodes)
         gemm = self.result.scheduled[-1]
         gemm.gemm = (left.shape[0] if left.dim() == 3 else 1, left.shape[-2], right.shape[-1], left.shape[-1])
@@ -445,22 +416,22 @@ class Lowering:
         for source in others:
             for view in self._all(source):
                 for key, access in self._reads(view).items():
-                    _add(reads, key, access)
+                    add(reads, key, access)
                 numel = max(numel, value_of(source).numel())
         root = self._root(value, name)
         destination = self._destination(self._all(target)[0])
         root.buffer = self._buffer(root.numel * root.itemsize)
         added = numel * root.itemsize
-        _add(reads, (destination, ""), Access(added, False))
+        add(reads, (destination, ""), Access(added, False))
         self.result.scheduled.append(Scheduled(name, "scatter", (numel, 1), reads, {root.buffer: added}))
-        self._views[node] = _View(root, "", root.numel, True)
+        self._views[node] = View(root, "", root.numel, True)
 
-    def _destination(self, view: _View) -> int:
+    def _destination(self, view: View) -> int:
         """A buffer of its own for every scatter, also where a graph has one constant for several."""
         root = view.root
         if root.buffer is None and root.label in FILLS:
-            root = _Root(root.numel, root.itemsize, root.label)
-        return self._realize(_View(root, "", root.numel, True))
+            root = Root(root.numel, root.itemsize, root.label)
+        return self._realize(View(root, "", root.numel, True))
 
     def _cat(self, node: fx.Node, value: torch.Tensor) -> None:
         """Few parts: computed where the result is used. Many: every part is copied to its place by a loop of its own."""
@@ -470,9 +441,9 @@ class Lowering:
             root.computed = operations(node, "cat")
             for view, turned in parts:
                 for (buffer, part), access in self._reads(view, turned).items():
-                    _add(root.reads, (buffer, part), Access(access.read_bytes, False, access.turned))
-                _inline(root, view)
-            self._views[node] = view = _View(root, "", root.numel, True)
+                    add(root.reads, (buffer, part), Access(access.read_bytes, False, access.turned))
+                inline(root, view)
+            self._views[node] = view = View(root, "", root.numel, True)
             self._used_often(node, view)
             self._gathered_much(view)
             return
@@ -480,13 +451,13 @@ class Lowering:
         for view, turned in parts:
             piece = self._buffer(view.numel * root.itemsize)
             made.append(piece)
-            inside = view.root if view.root.buffer is None else _Root(1, 1, "cat")
+            inside = view.root if view.root.buffer is None else Root(1, 1, "cat")
             reads, operators = self._reads(view, turned), inside.operators
             self._schedule("cat", "pointwise", (view.numel, 1), reads, [piece], inside.gathers, operators)
         root.buffer = self._buffer(root.numel * root.itemsize)
         reads = {(piece, ""): Access(0, False) for piece in made}
         self.result.scheduled.append(Scheduled("cat", "place", (0, 0), reads, {root.buffer: 0}))
-        self._views[node] = _View(root, "", root.numel, True)
+        self._views[node] = View(root, "", root.numel, True)
 
     def _copy(self, node: fx.Node) -> None:
         reads: Reads = {}
@@ -494,70 +465,6 @@ class Lowering:
             reads |= self._reads(view)
         made = self._made(node)
         self._schedule("copy_", "pointwise", (value_of(node).numel(), 1), reads, made)
-
-
-def _operands_of(node: fx.Node) -> list[fx.Node]:
-    """The two factors of a product."""
-    return [node.args[position] for position in GEMMS[operator_name(node)]]  # type: ignore[misc]
-
-
-def _viewed(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """What a node is a view of, all of it, and the views from there on."""
-    chain: list[fx.Node] = []
-    while node.op == "call_function" and operator_name(node) in WHOLE_VIEWS:
-        chain.insert(0, node)
-        node = node.args[0]  # type: ignore[assignment]
-    return node, chain
-
-
-def _lying(base: fx.Node, chain: Iterable[fx.Node]) -> torch.Tensor | None:
-    """How views of a tensor lie whose sizes follow one another as they are counted; None where they cannot be without a copy."""
-    lies = torch.empty(value_of(base).shape, dtype=value_of(base).dtype, device="meta")
-    for view in chain:
-        if isinstance(view.target, torch._ops.OpOverload):
-            try:
-                viewed = view.target(lies, *view.args[1:], **view.kwargs)
-            except RuntimeError:
-                return None
-            if viewed.untyped_storage()._cdata != lies.untyped_storage()._cdata:
-                return None
-            lies = viewed
-    return lies
-
-
-def _steps(value: torch.Tensor) -> list[int]:
-    """Strides of dimensions of more than one element."""
-    return [step for size, step in zip(value.shape, value.stride(), strict=True) if size > 1]
-
-
-def _element_by_element(node: fx.Node) -> bool:
-    """As torch.compile asks it: of a view, of all that use it."""
-    if node.op != "call_function":
-        return False
-    if operator_name(node) in VIEWS:
-        return all(map(_element_by_element, node.users))
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
-
-
-def _inline(root: _Root, view: _View) -> None:
-    """Read what is written inside another result; compute there what is not."""
-    inside = view.root
-    if inside.buffer is not None:
-        root.computed |= {(view.part, inside.buffer)}
-        return
-    # A part of a result is computed for itself, all but its constants.
-    root.computed |= {(view.part + part if part != CONSTANT else part, what) for part, what in inside.computed}
-    root.operators |= inside.operators
-    root.gathers |= inside.gathers
-
-
-def _add(reads: Reads, key: tuple[int, str], access: Access) -> None:
-    known = reads.get(key)
-    if known is None:
-        reads[key] = access
-    else:
-        bytes_read = max(known.read_bytes, access.read_bytes)
-        reads[key] = Access(bytes_read, known.whole and access.whole, max(known.turned, access.turned))
 
 
 def lower(graph: fx.Graph) -> Lowered:

@@ -32,12 +32,14 @@ def test_operands_lie_as_the_layout_says(layout, groups, pool, monkeypatch):
 
     for name in ("mm", "bmm"):
         monkeypatch.setattr(torch, name, multiply(getattr(torch, name)))
-    result = layouts.runner(layout).bind(Shape(m, n, k, groups), pool)(0)
+    runner, shape = layouts.runner(layout), Shape(m, n, k, groups)
+    result = runner.bind(shape, pool)(0)
     ((a, b),) = seen
     assert a.shape[-2:] == (m, k) and b.shape[-2:] == (k, n) and result.shape == (*((groups,) if groups > 1 else ()), m, n)
     assert a.stride()[-2:] == ((k, 1) if layout[0] == "row" else (1, m))
     assert b.stride()[-2:] == ((n, 1) if layout[1] == "row" else (1, k))
     torch.testing.assert_close(result.double(), a.double() @ b.double(), rtol=0.02, atol=0.02)
+    assert runner.error(shape, pool, result) < runner.limit < runner.error(shape, pool, result.flip(-1))
 
 
 def test_the_first_layout_is_the_one_that_kernels_are_timed_in(pool):
