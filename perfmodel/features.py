@@ -23,15 +23,16 @@ TILES = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 128))
 PRODUCT_TILES = ((64, 32), (128, 64), (128, 256), (256, 128))
 
 
-def _alignment(size: Array, most: int = 256) -> Array:
+def alignment(size: Array, most: int = 256) -> Array:
     """log2 of the largest power of two that divides `size`, at most `most`."""
     whole = size.astype(np.int64)
     return np.log2(np.minimum(whole & -whole, most))
 
 
-def _waves(tiles: Array, multiprocessors: int) -> tuple[Array, Array]:
-    waves = tiles / multiprocessors
-    return np.log2(waves), waves / np.ceil(waves)
+def waves(tiles: Array, multiprocessors: int) -> tuple[Array, Array]:
+    """log2 of the tiles of each multiprocessor, and how full the last of their waves makes all."""
+    each = tiles / multiprocessors
+    return np.log2(each), each / np.ceil(each)
 
 
 def gemm_features(
@@ -44,7 +45,7 @@ def gemm_features(
     columns: dict[str, Array] = {
         "log2_m": np.log2(m), "log2_n": np.log2(n), "log2_k": np.log2(k), "log2_groups": np.log2(groups),
         "log2_flops": np.log2(work), "log2_bytes": np.log2(moved), "log2_intensity": np.log2(work / moved),
-        "align_m": _alignment(m), "align_n": _alignment(n), "align_k": _alignment(k),
+        "align_m": alignment(m), "align_n": alignment(n), "align_k": alignment(k),
         "l2_share": np.log2(moved / hardware.l2_bytes),
         "log2_output_bytes": np.log2(2.0 * groups * m * n), "log2_weight_bytes": np.log2(element * n * k * groups),
         "log2_m_over_n": np.log2(m / n), "log2_k_over_mn": np.log2(k / np.sqrt(m * n)),
@@ -52,7 +53,7 @@ def gemm_features(
     for tile_m, tile_n in TILES:
         tiles = np.ceil(m / tile_m) * np.ceil(n / tile_n) * groups
         name = f"{tile_m}x{tile_n}"
-        columns[f"log2_waves_{name}"], columns[f"wave_fill_{name}"] = _waves(tiles, hardware.multiprocessors)
+        columns[f"log2_waves_{name}"], columns[f"wave_fill_{name}"] = waves(tiles, hardware.multiprocessors)
         columns[f"tile_fill_{name}"] = groups * m * n / (tiles * tile_m * tile_n)
         # Time of whole waves if each multiprocessor did one tile at its share of the peak: what quantization adds.
         columns[f"log2_wave_work_{name}"] = np.log2(np.ceil(tiles / hardware.multiprocessors) * tile_m * tile_n * k)
@@ -111,7 +112,7 @@ def memory_features(
         "log2_rows": np.log2(m), "log2_columns": np.log2(k), "log2_bytes": np.log2(moved),
         "l2_share": np.log2(moved / hardware.l2_bytes),
         # A transposed result's rows lie this far apart: by large powers of two they fall into the same places of the L2.
-        "align_rows": _alignment(m, 2**16 if planned else 256), "align_columns": _alignment(k, 2**14 if planned else 2048),
+        "align_rows": alignment(m, 2**16 if planned else 256), "align_columns": alignment(k, 2**14 if planned else 2048),
         "log2_rows_over_columns": np.log2(m / k),
         # A block of a reduction is a power of two: a row of 1,040 columns costs as one of 2,048.
         "row_fill": k / 2.0 ** np.ceil(np.log2(k)),

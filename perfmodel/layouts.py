@@ -19,8 +19,9 @@ import numpy.typing as npt
 
 from perfmodel import hardware as hardware_module
 from perfmodel.data_folder import data_folder
-from perfmodel.features import gemm_features
+from perfmodel.features import alignment, gemm_features, waves
 from perfmodel.hardware import HardwareSpec
+from perfmodel.in_step import BATCHED
 from perfmodel.kernels import KERNELS
 from perfmodel.roofline import moved_bytes
 from perfmodel.trees import Trees
@@ -35,7 +36,7 @@ Layout = tuple[str, str]
 
 SCHEMA_VERSION = 1
 FILE, MANIFEST = "layouts.parquet", "layouts.json"
-BF16, BATCHED = "torch/bf16", "torch/bf16_batched"
+BF16 = "torch/bf16"
 K_FASTEST: Layout = ("row", "column")
 OTHERS: tuple[Layout, ...] = (("row", "row"), ("column", "row"), ("column", "column"))
 LAYOUTS = (K_FASTEST, *OTHERS)
@@ -53,11 +54,6 @@ def model_file(layout: Layout) -> str:
     return f"layouts__{layout[0]}_{layout[1]}.ubj.gz"
 
 
-def _alignment(size: Array) -> Array:
-    whole = size.astype(np.int64)
-    return np.asarray(np.log2(np.minimum(whole & -whole, 256)), dtype=np.float64)
-
-
 def features(sizes: Sizes, alone_us: Array, turned_us: Array, hardware: HardwareSpec) -> tuple[list[str], Array]:
     """Names and (products, features) matrix of products.
 
@@ -70,7 +66,7 @@ def features(sizes: Sizes, alone_us: Array, turned_us: Array, hardware: Hardware
     m, n, k, groups = sizes
     names, matrix = gemm_features(BF16, m, n, k, groups, hardware)
     moved = moved_bytes(KERNELS[BF16], m, n, k, groups)
-    along_m, along_n, along_k = (_alignment(size) for size in (m, n, k))
+    along_m, along_n, along_k = (alignment(size) for size in (m, n, k))
     columns: dict[str, Array] = {
         "log2_alone": np.log2(alone_us), "log_turned_over_alone": np.log(turned_us / alone_us),
         "log2_alone_over_bytes": np.log2(alone_us * hardware.copy_bandwidth_tbs * 1e6 / moved),
@@ -83,8 +79,7 @@ def features(sizes: Sizes, alone_us: Array, turned_us: Array, hardware: Hardware
     }  # fmt: skip
     for tile_m, tile_n in _TILES:
         tiles, name = np.ceil(m / tile_m) * np.ceil(n / tile_n) * groups, f"{tile_m}x{tile_n}"
-        waves = tiles / hardware.multiprocessors
-        columns |= {f"log2_waves_{name}": np.log2(waves), f"wave_fill_{name}": waves / np.ceil(waves)}
+        columns[f"log2_waves_{name}"], columns[f"wave_fill_{name}"] = waves(tiles, hardware.multiprocessors)
         columns[f"tile_fill_{name}"] = groups * m * n / (tiles * tile_m * tile_n)
     return [*names, *columns], np.column_stack([matrix, *columns.values()])
 
