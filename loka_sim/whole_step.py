@@ -289,20 +289,19 @@ def _rescaled(m: np.ndarray, n: np.ndarray, runner: str, hardware: HardwareSpec)
 
 
 def gemms_in_step(
-    times: Mapping[Row, Time], spec: ModelSpec, hardware: HardwareSpec
+    times: Mapping[Row, Time], laid: Mapping[Row, float], hardware: HardwareSpec
 ) -> tuple[dict[Row, Time], dict[bool, float]]:
     """Launches as they run between the other kernels of a step, and by which share FP8 GEMMs, and others, may be off together.
 
     Args:
         times: Of each launch alone, GEMMs with K fastest; of what is no GEMM they stay.
-        spec: The model, at the batch asked for, whose passes lay the operands of its bf16 GEMMs.
+        laid: Of the model's bf16 GEMMs, as `as_laid` says.
         hardware: The GPU.
     """
     model = _times(hardware)
     if model is None or model.in_step is None:
         return dict(times), {}
     gemms = [row for row in times if KERNELS[row.kernel].kind == "gemm" or row.kernel == BATCHED]
-    laid = as_laid(spec, hardware)
     ends = np.array([[laid.get(row, 1.0) * end for end in times[row]] for row in gemms]).reshape(-1, 3)
     batched = np.array([bool(is_counted(row.kernel, row.m, row.n, row.k)) for row in gemms], dtype=bool)
     factors = model.in_step.gemms([KERNELS[row.kernel].is_fp8 for row in gemms], ends[:, 0])
