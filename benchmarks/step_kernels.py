@@ -22,7 +22,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -38,12 +38,9 @@ from loka_sim.modelspec import Fused
 from loka_sim.validation.runnable import TABLE_ROWS
 from loka_sim.whatif import WhatIf, whatif
 from loka_sim.whole_step import batched_products, described, launched, log_loss, table_gradient, with_partial_sums
-from perfmodel import hardware, layouts
 from perfmodel.fused import COLUMNS, baseline_us
-from perfmodel.hardware import DEFAULT
 from perfmodel.in_step import RESCALES, VECTOR, is_counted
-from perfmodel.kernels import KERNELS
-from perfmodel.layouts import K_FASTEST
+from perfmodel.kernels import K_FASTEST, KERNELS
 
 CLOSE = 0.25  # of the logarithm of the bytes
 STAGE = 1024  # elements that the second stage of a sum adds up at most
@@ -59,15 +56,6 @@ STEP = ("model", "batch", "variant")
 COUNTS = ("step_launches", "step_batched")
 MEASURED = ("kind", "table", "kept", "reduced", "bytes", "written", "rescales", "slow", "placed", "us", "left")
 PAIRED = (*COLUMNS, "label", "us", "launches", "staged")
-LAYOUT = ("layout_a", "layout_b")
-
-
-class Product(NamedTuple):
-    """A GEMM of a step, and how its operands lie, as `loka_sim.modelspec.Gemm` says it; FP8's always with K fastest."""
-
-    row: Row
-    layout_a: str
-    layout_b: str
 
 
 def measured_kernels(profile: dict[str, Any]) -> pd.DataFrame:
@@ -110,7 +98,7 @@ def _rescales(operators: dict[str, int]) -> bool:
     return below - 2 * above >= 2
 
 
-def predicted_kernels(answer: WhatIf, variant: str) -> tuple[list[Fused], list[Product]]:
+def predicted_kernels(answer: WhatIf, variant: str) -> tuple[list[Fused], list[Row]]:
     """Fused kernels of a step with dense gradients of its tables, and its GEMMs in the order of the specification."""
     sites = answer.sites
     if variant == "decision":
@@ -133,20 +121,9 @@ def predicted_kernels(answer: WhatIf, variant: str) -> tuple[list[Fused], list[P
     gemms = []
     for name, which in order:
         site, kernels = by_name[name]
-        gemm = site.site.passes[which]
-        row = Row(kernels[which], *site.shape.launched(which, kernels[which]))
-        gemms.append(Product(row, *(K_FASTEST if KERNELS[row.kernel].is_fp8 else (gemm.layout_a, gemm.layout_b))))
+        gemms.append(site.shape.row(which, kernels[which]))
     fused = fused_with_fp8(step, assigned) if assigned else list(answer.spec.fused)
     return [*fused, *table_gradient(answer.spec.tables, TABLE_ROWS)], gemms
-
-
-def alone_us(answer: WhatIf, gemms: Sequence[Product]) -> list[float]:
-    """Microseconds of each GEMM by itself, in its layout."""
-    times, model = [answer.times.of[gemm.row].us for gemm in gemms], layouts.load(hardware.load(DEFAULT))
-    if model is None or not gemms:
-        return times
-    factors = model.factors([gemm[1:] for gemm in gemms], *np.array([gemm.row[1:] for gemm in gemms]).T)
-    return [time * factor for time, factor in zip(times, factors.tolist(), strict=True)]
 
 
 def paired_fused(measured: pd.DataFrame, kernels: Sequence[Fused], batch: int) -> list[dict[str, Any]]:
@@ -216,7 +193,7 @@ def _add_stage(found: Iterable[dict[str, Any]], row: Any, left: float) -> None:
             left -= number
 
 
-def paired_gemms(profile: dict[str, Any], rows: Sequence[Product], alone: Sequence[float]) -> list[dict[str, Any]]:
+def paired_gemms(profile: dict[str, Any], rows: Sequence[Row], alone: Sequence[float]) -> list[dict[str, Any]]:
     """GEMMs with their time, what adds up their parts with them.
 
     Each launch goes with one row, so that together they are least apart: in precision, in how the operands lie, in whether cuBLAS
@@ -225,7 +202,7 @@ def paired_gemms(profile: dict[str, Any], rows: Sequence[Product], alone: Sequen
     Args:
         profile: Of the step.
         rows: As predicted, in the order of the specification.
-        alone: Microseconds of each by itself, in its layout.
+        alone: Microseconds of each by itself.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -245,11 +222,11 @@ def paired_gemms(profile: dict[str, Any], rows: Sequence[Product], alone: Sequen
     wanted = [
         (
             KERNELS[row.kernel].is_fp8,
-            LIE.get(tuple(layout), ""),
+            LIE[KERNELS[row.kernel].layout],
             bool(is_counted(*row[:4])),
             not any(size % VECTOR for size in row[1:4]),
         )
-        for row, *layout in rows
+        for row in rows
     ]
     times = np.array([us for *_, us in ran])
     apart = np.minimum(np.abs(np.log(times[:, None] / np.array(alone)[None, :])), 1.0)
@@ -262,7 +239,7 @@ def paired_gemms(profile: dict[str, Any], rows: Sequence[Product], alone: Sequen
     sure = [sum(fp8 == its for its, *_ in seen) == sum(fp8 == wants for wants, *_ in wanted) for fp8 in (False, True)]
     pairs = zip(*linear_sum_assignment(apart), strict=True)
     return [
-        {**rows[j][0]._asdict(), **dict(zip(LAYOUT, rows[j][1:], strict=True)), "us": float(times[i])}
+        {**rows[j]._asdict(), "us": float(times[i])}
         for i, j in pairs
         if seen[i][0] == wanted[j][0] and sure[wanted[j][0]]
     ]
@@ -277,7 +254,7 @@ def _lie(name: str) -> str:
     return next(word for word in found.groups() if word).lower() if found else ""
 
 
-def counted(answer: WhatIf, kernels: Sequence[Fused], gemms: Sequence[Product]) -> tuple[int, int]:
+def counted(answer: WhatIf, kernels: Sequence[Fused], gemms: Sequence[Row]) -> tuple[int, int]:
     """GPU kernels of a step, and how many of its GEMMs are batched products."""
     return launched([*kernels, *log_loss()], answer.spec.batch) + len(gemms), batched_products(answer.spec)
 
@@ -307,9 +284,9 @@ def table_of(profile: dict[str, Any], answer: WhatIf) -> pd.DataFrame:
     # Adds that meet in small tables take longer, which `whole_step.conflicts` has.
     adds = fused["kind"] == "scatter"
     fused.loc[adds, "us"] = fused[adds].groupby(["kept", "read_bytes"])["us"].transform("median")
-    products = pd.DataFrame(paired_gemms(profile, gemms, alone_us(answer, gemms)))
+    products = pd.DataFrame(paired_gemms(profile, gemms, [answer.times.of[row].us for row in gemms]))
     if len(products):
-        products = products.groupby([*Row._fields, *LAYOUT], as_index=False).agg(us=("us", "mean"), launches=("us", "size"))
+        products = products.groupby(list(Row._fields), as_index=False).agg(us=("us", "mean"), launches=("us", "size"))
         products.insert(0, "kind", "gemm")
     table = pd.concat([fused, products], ignore_index=True)
     for name in reversed(STEP):

@@ -95,14 +95,17 @@ SWEEPS = {**GEMM_AND_MEMORY_SWEEPS, ("linear", "lrm"): (linear_shapes, 300)}
 
 
 def matching(kinds: Sequence[str], patterns: Sequence[str] = ("*",)) -> list[str]:
-    """Names of the registered kernels of these kinds that fit one of the patterns, here or not."""
+    """Names of the registered kernels of these kinds that fit one of the patterns, here or not.
+
+    bf16 products that read an operand across fit none with a wildcard: whoever wants one names it.
+    """
     from hil.kernels import RUNNERS
 
     return [name for name in RUNNERS if KERNELS[name].kind in kinds and _fits(name, patterns)]
 
 
 def _fits(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+    return name in patterns or (KERNELS[name].of is None and any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
 def legal_runners(shape: Shape, kinds: Sequence[str], patterns: Sequence[str] = ("*",)) -> list[Runner]:

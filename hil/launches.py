@@ -68,7 +68,9 @@ LAUNCHES = 3
 # Rows from which on a file is full and the next one begins: what is there already is not written again with every run.
 MOST_ROWS = 3_500_000
 TORCH = tuple(
-    name for name, spec in KERNELS.items() if name.startswith("torch/") and "gemm" in spec.kind and "grouped" not in name
+    name
+    for name, spec in KERNELS.items()
+    if name.startswith("torch/") and "gemm" in spec.kind and "grouped" not in name and spec.of is None
 )
 # Shapes that are launched under one profiler; of the largest calls, whose scales are large, too, and which take long.
 _CHUNK, _LARGE_CHUNK = 800, 80
@@ -274,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [
         name
         for name, spec in KERNELS.items()
-        if "gemm" in spec.kind and any(fnmatchcase(name, pattern) for pattern in options.kernels)
+        if "gemm" in spec.kind and spec.of is None and any(fnmatchcase(name, pattern) for pattern in options.kernels)
     ]
     if not names:
         parser.error(f"--kernels {' '.join(options.kernels)} fits no GEMM; see: loka-sim kernels")

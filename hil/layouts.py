@@ -22,7 +22,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,70 +31,45 @@ import pandas as pd
 from hil.command import Parser
 from hil.files import write_atomic
 from hil.fingerprint import fingerprint, has_gpu
-from hil.kernels.base import GEMM_LIMIT, Runner, Shape, product_error
+from hil.kernels import RUNNERS
+from hil.kernels.base import Runner, Shape
 from hil.launches import LAUNCHES, drawn, profiled
 from hil.timing import BufferPool, capture, launches_for, time_interleaved
+from perfmodel.kernels import BF16, BF16_BATCHED, laid
 from perfmodel.layouts import FILE, LAYOUTS, column
 
-KERNELS = ("torch/bf16", "torch/bf16_batched")
 MOST_ELEMENTS = 2**28
 _CHUNK = 400
 
 
-def runner(layout: tuple[str, str]) -> Runner:
-    """A product in a layout of its operands, batched where the shape has groups."""
-
-    def sizes(s: Shape) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        lead = () if s.groups == 1 else (s.groups,)
-        a, b = (s.m, s.k) if layout[0] == "row" else (s.k, s.m), (s.k, s.n) if layout[1] == "row" else (s.n, s.k)
-        return (*lead, *a), (*lead, *b)
-
-    def bind(shape: Shape, pool: BufferPool) -> Callable[[int], Any]:
-        import torch
-
-        multiply = torch.mm if shape.groups == 1 else torch.bmm
-        a_sizes, b_sizes = sizes(shape)
-
-        def launch(index: int) -> Any:
-            a, b = pool.view(a_sizes, index, 0), pool.view(b_sizes, index, 1)
-            return multiply(a if layout[0] == "row" else a.mT, b if layout[1] == "row" else b.mT)
-
-        return launch
-
-    def moved(s: Shape) -> int:
-        return 2 * s.groups * (s.m * s.k + s.n * s.k + s.m * s.n)
-
-    def error(shape: Shape, pool: BufferPool, result: Any) -> float:
-        a_sizes, b_sizes = sizes(shape)
-        a, b = pool.view(a_sizes, 0, 0), pool.view(b_sizes, 0, 1)
-        a, b = a if layout[0] == "row" else a.mT, b.mT if layout[1] == "row" else b
-        return product_error(result[-1], a[-1], b[-1]) if shape.groups > 1 else product_error(result, a, b)
-
-    return Runner("_".join(layout), moved, bind, error, GEMM_LIMIT)
+def runners(shape: Shape) -> list[Runner]:
+    """The products of a shape in every layout, batched where it has groups."""
+    return [RUNNERS[laid(BF16 if shape.groups == 1 else BF16_BATCHED, layout)] for layout in LAYOUTS]
 
 
 def quickly(shapes: Sequence[Shape], deadline: float) -> Iterator[dict[str, Any]]:
     """Rows of shapes by single launches under torch's profiler, until done or out of time; without those that fail."""
-    pool, runners = BufferPool(elements=2 * MOST_ELEMENTS), [runner(layout) for layout in LAYOUTS]
+    pool, each = BufferPool(elements=2 * MOST_ELEMENTS), len(LAYOUTS)
     for start in range(0, len(shapes), _CHUNK):
         if time.time() > deadline:
             print(f"out of time after {start} of {len(shapes)} products", file=sys.stderr)
             return
         chunk = shapes[start : start + _CHUNK]
-        times = profiled([(each, shape) for shape in chunk for each in runners], pool, LAUNCHES * len(runners) * start)
+        times = profiled([(runner, shape) for shape in chunk for runner in runners(shape)], pool, LAUNCHES * each * start)
         for number, shape in enumerate(chunk):
-            yield from _row(shape, times[number * len(runners) : (number + 1) * len(runners)], careful=False)
+            yield from _row(shape, times[number * each : (number + 1) * each], careful=False)
 
 
 def carefully(shapes: Sequence[Shape], deadline: float) -> Iterator[dict[str, Any]]:
     """Rows of shapes by graphs that are replayed in turn, until done or out of time."""
-    pool, runners = BufferPool(elements=2 * MOST_ELEMENTS), [runner(layout) for layout in LAYOUTS]
+    pool = BufferPool(elements=2 * MOST_ELEMENTS)
     for done, shape in enumerate(shapes):
         if time.time() > deadline:
             print(f"out of time after {done} of {len(shapes)} products", file=sys.stderr)
             return
-        number = launches_for(runners[0].moved_bytes(shape))
-        captured = [capture(each.bind(shape, pool), number) for each in runners]
+        every = runners(shape)
+        number = launches_for(every[0].moved_bytes(shape))
+        captured = [capture(runner.bind(shape, pool), number) for runner in every]
         times = [timing.quantile(0.5) for timing in time_interleaved([(graph, number) for graph, _ in captured], 6.0)]
         del captured
         yield from _row(shape, times, careful=True)
@@ -147,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = {tuple(row) for row in pd.read_parquet(path, columns=sizes).to_numpy()} if path.is_file() else set()
     shapes = [
         s
-        for s in drawn(options.count, options.seed, KERNELS, which=options.which)
+        for s in drawn(options.count, options.seed, (BF16, BF16_BATCHED), which=options.which)
         if (s.m, s.n, s.k, s.groups) not in known and s.largest_operand <= MOST_ELEMENTS
     ]
     measured = carefully if options.careful else quickly

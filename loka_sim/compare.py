@@ -14,7 +14,7 @@ from loka_sim.errors import DataError, UserError
 from loka_sim.modelspec import PASSES
 from loka_sim.run_folder import WHATIF
 from loka_sim.schemas import read_document
-from perfmodel.kernels import KERNELS
+from perfmodel.kernels import ACROSS, BF16, BF16_BATCHED, KERNELS, laid
 
 SCHEMA_VERSION = 1
 KIND = "loka-sim/compare"
@@ -116,6 +116,10 @@ def compare(a: str | Path, b: str | Path) -> Comparison:
         models = f"{first['model']['name']}, {second['model']['name']}"
         raise UserError(f"{a} and {b} have no site in common ({models}); compare runs of one model")
     times = {Row(*entry[:5]): float(entry[5]) for entry in second["times"]}
+    # Documents of older versions took every layout for the one with K fastest.
+    for row, us in [(row, us) for row, us in times.items() if row.kernel in (BF16, BF16_BATCHED)]:
+        for layout in ACROSS:
+            times.setdefault(row._replace(kernel=laid(row.kernel, layout)), us)
     major, minor = second["hardware"]["capability"]
     # Of A's kernels too, where B knows their times: what B did not consider, it may know all the same.
     known = {row.kernel for row in times}

@@ -214,7 +214,7 @@ def _site(decision: SiteDecision, times: Times) -> dict[str, Any]:
                 **_pass(
                     decided,
                     decision.shape.gemm(name),
-                    Row(bf16 := decision.shape.bf16()[name], *decision.shape.launched(name, bf16)),
+                    decision.shape.row(name, decision.shape.bf16()[name]),
                     times,
                 ),
                 **({"torchao": _anew(decision.torchao[name])} if decision.torchao else {}),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from loka_sim.communication import NETWORK
+from perfmodel.kernels import of_kernel
 from perfmodel.roofline import limits_us
 from perfmodel.timeline import COMPUTE, HOST, Op, Slower
 
@@ -64,7 +65,7 @@ def _kernels(ops: Sequence[Op], timing: PerfModel) -> tuple[list[str], Kernels]:
         if op.stream != COMPUTE or op.us <= 0:
             continue
         if "kernel" in op.details:
-            gemms[op.details["kernel"]].append(op)
+            gemms[of_kernel(op.details["kernel"])].append(op)
         elif op.details.get("bytes"):
             names.append(op.name)
             us.append(op.us)

@@ -72,8 +72,7 @@ Launched = Callable[["SiteDecision", str], Sequence[Row]]
 
 def in_bf16(site: SiteDecision, name: str) -> Sequence[Row]:
     """A pass of the model as it is."""
-    kernel = site.shape.bf16()[name]
-    return [Row(kernel, *site.shape.launched(name, kernel))]
+    return [site.shape.row(name, site.shape.bf16()[name])]
 
 
 def as_decided(site: SiteDecision, name: str) -> Sequence[Row]:

@@ -14,7 +14,7 @@ from loka_sim.dispatch.table import load
 from loka_sim.errors import DataError, expected_of_lower_floors
 from loka_sim.fp8_step import converted
 from loka_sim.step_plan import pieces_of, timeline
-from loka_sim.whole_step import as_laid, as_run_by, gemms_in_step
+from loka_sim.whole_step import as_run_by, gemms_in_step
 from perfmodel.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -83,5 +83,5 @@ def table_timeline(answer: WhatIf, path: str | Path) -> Timeline:
     times = dict(as_run_by(runner, Times(times), model.hardware).of)
     if answer.others:
         fp8 = converted(answer.spec, model.hardware, shapes, assignments, made, runner)
-        times, _ = gemms_in_step(times, as_laid(answer.spec, model.hardware), model.hardware)
+        times, _ = gemms_in_step(times, model.hardware)
     return timeline(answer, pieces_of(answer, launched, times, fp8))

@@ -32,7 +32,7 @@ from loka_sim.model_steps import Runs, model_steps
 from loka_sim.modelspec import ModelSpec, Site
 from loka_sim.sources import Distributions, distributions, model_spec
 from loka_sim.step_plan import timelines
-from loka_sim.whole_step import Other, as_laid, as_run_by, borrowed, gemms_in_step, of_step
+from loka_sim.whole_step import Other, as_run_by, borrowed, gemms_in_step, of_step
 from numerics.sizes import is_whole
 from perfmodel import hardware as hardware_module
 from perfmodel.kernels import KERNELS
@@ -282,11 +282,10 @@ def whatif(
     )
     costs = [SiteCost(*entry) for entry in zip(shapes, arounds, accuracies, strict=True)]
     others = of_step(spec, timing.hardware)
-    laid = as_laid(spec, timing.hardware) if others else None
-    runs = {RECIPE: _runs(as_run_by(RECIPE, times, timing.hardware), laid, timing, RECIPE)}
-    runs["decision"] = _runs(run, laid, timing, runner)
+    runs = {RECIPE: _runs(as_run_by(RECIPE, times, timing.hardware), bool(others), timing, RECIPE)}
+    runs["decision"] = _runs(run, bool(others), timing, runner)
     if any(site.torchao for site in sites):
-        runs["torchao"] = _runs(exported, laid, timing, EXPORT)
+        runs["torchao"] = _runs(exported, bool(others), timing, EXPORT)
     steps, fp8 = model_steps(spec, costs, sites, decider, torch, others, timing, runs)
     return WhatIf(
         settings, spec, _hardware(timing), known, sites, steps, exchanged, times, decider.toolbox, parallel, others, fp8,
@@ -294,11 +293,11 @@ def whatif(
     )  # fmt: skip
 
 
-def _runs(times: Times, laid: Mapping[Row, float] | None, timing: PerfModel, runner: str) -> Runs:
-    """Times of launches alone, and where a step's other kernels are known, as they run between these."""
-    if laid is None:
+def _runs(times: Times, beside: bool, timing: PerfModel, runner: str) -> Runs:
+    """Times of launches alone, and where what runs beside the GEMMs is known, as they run between these."""
+    if not beside:
         return Runs(times, None, {}, runner)
-    between, off = gemms_in_step(times.of, laid, timing.hardware)
+    between, off = gemms_in_step(times.of, timing.hardware)
     return Runs(times, Times(between, times.outside), off, runner)
 
 

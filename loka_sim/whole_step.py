@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from loka_sim.dense_units import dense_tensors
-from loka_sim.dispatch.candidates import BF16, Row
+from loka_sim.dispatch.candidates import Row
 from loka_sim.dispatch.cost import Time, Times
 from loka_sim.dispatch.steps import RECIPE, RUN_AS, RUNTIME, as_run
 from loka_sim.fusion import BOTH
@@ -23,10 +23,10 @@ from loka_sim.loops import ADDED
 from loka_sim.modelspec import PASSES, Dim, Fused, ModelSpec, Table
 from loka_sim.quantized_loops import FP64, RESCALE, ROUNDED
 from loka_sim.step_plan import BACKWARD, FORWARD, OPTIMIZER, TABLE_UPDATE, Piece
-from perfmodel import attention, layouts
+from perfmodel import attention
 from perfmodel import hardware as hardware_module
-from perfmodel.in_step import BATCHED, GEMMS, family, is_counted
-from perfmodel.kernels import KERNELS
+from perfmodel.in_step import GEMMS, family, is_counted
+from perfmodel.kernels import BF16_BATCHED, KERNELS, of_kernel
 from perfmodel.memory_plan import partial_sums, stages
 from perfmodel.optimizers import MEASURED_ON, OPTIMIZERS, UNCERTAINTY, step_us
 
@@ -288,53 +288,24 @@ def _rescaled(m: np.ndarray, n: np.ndarray, runner: str, hardware: HardwareSpec)
     return model.times(rows)[0]
 
 
-def gemms_in_step(
-    times: Mapping[Row, Time], laid: Mapping[Row, float], hardware: HardwareSpec
-) -> tuple[dict[Row, Time], dict[bool, float]]:
+def gemms_in_step(times: Mapping[Row, Time], hardware: HardwareSpec) -> tuple[dict[Row, Time], dict[bool, float]]:
     """Launches as they run between the other kernels of a step, and by which share FP8 GEMMs, and others, may be off together.
 
     Args:
-        times: Of each launch alone, GEMMs with K fastest; of what is no GEMM they stay.
-        laid: Of the model's bf16 GEMMs, as `as_laid` says.
+        times: Of each launch alone; of what is no GEMM they stay.
         hardware: The GPU.
     """
     model = _times(hardware)
     if model is None or model.in_step is None:
         return dict(times), {}
-    gemms = [row for row in times if KERNELS[row.kernel].kind == "gemm" or row.kernel == BATCHED]
-    ends = np.array([[laid.get(row, 1.0) * end for end in times[row]] for row in gemms]).reshape(-1, 3)
+    gemms = [row for row in times if KERNELS[row.kernel].kind == "gemm" or of_kernel(row.kernel) == BF16_BATCHED]
+    ends = np.array([times[row] for row in gemms]).reshape(-1, 3)
     batched = np.array([bool(is_counted(row.kernel, row.m, row.n, row.k)) for row in gemms], dtype=bool)
     factors = model.in_step.gemms([KERNELS[row.kernel].is_fp8 for row in gemms], ends[:, 0])
     inside = np.where(batched, model.in_step.batched(ends[:, 0]), factors)[:, None] * ends
     between = {row: Time(*time) for row, time in zip(gemms, inside.tolist(), strict=True)}
     off = {bool(fp8): model.in_step.off.get(name, 0.0) for fp8, name in enumerate(GEMMS)}
     return {**times, **between}, off
-
-
-def as_laid(spec: ModelSpec, hardware: HardwareSpec) -> dict[Row, float]:
-    """Factors from a bf16 GEMM's time with K fastest to its time as a model's passes lay the operands.
-
-    Passes of the same sizes in several layouts have one factor, their mean.
-
-    Args:
-        spec: The model, at the batch asked for.
-        hardware: The GPU.
-    """
-    model = layouts.load(hardware)
-    if model is None:
-        return {}
-    rows, laid = [], []
-    for gemm in (gemm for site in spec.sites for gemm in site.passes.values()):
-        groups = gemm.groups.at(spec.batch)
-        rows.append(Row(BATCHED if groups > 1 else BF16, *gemm.shape_in_bf16(spec.batch), groups))
-        laid.append((gemm.layout_a, gemm.layout_b))
-    distinct = list(dict.fromkeys(zip(rows, laid, strict=True)))
-    told = model.factors([layout for _, layout in distinct], *np.array([row[1:] for row, _ in distinct]).reshape(-1, 4).T)
-    factor = dict(zip(distinct, told.tolist(), strict=True))
-    found: dict[Row, list[float]] = {}
-    for row, layout in zip(rows, laid, strict=True):
-        found.setdefault(row, []).append(factor[row, layout])
-    return {row: sum(factors) / len(factors) for row, factors in found.items()}
 
 
 def launched(kernels: Iterable[Fused], batch: int) -> int:

@@ -11,6 +11,7 @@ import pandas as pd
 
 from perfmodel.calls import columns_of
 from perfmodel.choice import are_largest
+from perfmodel.kernels import KERNELS, of_kernel
 from perfmodel.model import PerfModel
 from perfmodel.prediction import (
     LAUNCH_FLOOR_US,
@@ -43,6 +44,7 @@ class Explanation:
             first; `network` is what the network makes of all of them.
         correction: What a refinement on the user's machine multiplies the time by; 1 without one.
         outside: Which of m, n, k, groups, product lie outside the sizes that the kernel was measured at.
+        layout: By which factor it takes longer than with K fastest in both operands; 1 for a kernel that reads them so.
         clipped: Whether all this is less than is possible (`perfmodel.prediction.no_less`), which it takes instead.
         wider: The power of the interval's factors for the doubt about which of its kernels the library chooses; 1 without.
         wider_beyond: Likewise for how far it is from what was measured, beyond the largest sizes or between others; 1 where it
@@ -68,6 +70,7 @@ class Explanation:
     factors: dict[str, float]
     correction: float
     outside: tuple[str, ...]
+    layout: float
     clipped: bool
     wider: float
     wider_beyond: float
@@ -118,6 +121,8 @@ class Explanation:
         if round(self.wider_by_digits, 1) != 1.0:
             kind = "round" if self.wider_by_digits < 1 else "not round"
             lines.append(f"  its sizes are {kind}: an interval {self.wider_by_digits:.1f} times as wide")
+        if self.layout != 1.0:
+            lines.append(f"  as its operands lie, over K fastest in both: {self.layout:.2f} x")
         if self.correction != 1.0:
             lines.append(f"  measurements on this machine: {self.correction:.2f} x")
         if self.outside or self.gap_octaves:
@@ -141,7 +146,10 @@ def explain(model: PerfModel, row: Mapping[str, Any] | pd.Series) -> Explanation
     names = ("kernel", "m", "n", "k", "groups")
     frame = pd.DataFrame([{name: row[name] for name in names if name in row}])
     time, low, high = model.predict(frame).to_numpy()[0]
-    kernel, sizes = str(frame["kernel"].iloc[0]), columns_of(frame)
+    asked, sizes = str(frame["kernel"].iloc[0]), columns_of(frame)
+    kernel, layout = of_kernel(asked), 1.0
+    if kernel != asked and model.layouts is not None:
+        layout = float(model.layouts.told([KERNELS[asked].layout], *sizes)[0][0])
     if "interval_factors" not in model.manifest["kernels"][kernel]:
         raise ValueError(f"{kernel} is known from measurements on this machine alone: there are no trees to explain it by")
     compute, memory = (float(limit[0]) for limit in limits_us(kernel, *sizes, model.hardware))
@@ -153,7 +161,7 @@ def explain(model: PerfModel, row: Mapping[str, Any] | pd.Series) -> Explanation
     baseline = float(baseline_us(kernel, *sizes, model.hardware, model.planned(kernel))[0])
     learned = np.array([baseline * np.exp(added.sum())])
     possible = no_less(learned, kernel, sizes, model.hardware, model.least_us(kernel))
-    ratio = time / possible[0]
+    ratio = time / (layout * possible[0])
     typical = float(np.exp(added[-1])) * baseline / (max(compute, memory) + LAUNCH_FLOOR_US)
     shape = dict(zip(("m", "n", "k", "groups"), (int(size[0]) for size in sizes), strict=True))
     product = float(np.prod(list(shape.values()), dtype=float))
@@ -163,9 +171,9 @@ def explain(model: PerfModel, row: Mapping[str, Any] | pd.Series) -> Explanation
         name for name, value in (*shape.items(), ("product", product)) if not ranges[name][0] <= value <= ranges[name][1]
     )
     return Explanation(
-        kernel, shape, float(time), float(low), float(high), compute, memory, LAUNCH_FLOOR_US, typical,
+        asked, shape, float(time), float(low), float(high), compute, memory, LAUNCH_FLOOR_US, typical,
         {seen.names[index]: float(np.exp(added[index])) for index in order},
-        1.0 if abs(ratio - 1) < 1e-4 else float(ratio), outside, bool(possible[0] > learned[0]),
+        1.0 if abs(ratio - 1) < 1e-4 else float(ratio), outside, layout, bool(possible[0] > learned[0]),
         float(wider[seen.doubt[0]]) if (wider := entry.get("wider_in_doubt")) else 1.0,
         float(wider_beyond(kernel, sizes, entry)[0]),
         float(few[few_neighbours(sizes, entry)[0]]) if (few := entry.get("wider_where_few")) else 1.0,

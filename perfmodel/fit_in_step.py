@@ -23,13 +23,12 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from perfmodel import fit_fused, fused, layouts
+from perfmodel import fit_fused, fused
 from perfmodel import load as load_kernels
 from perfmodel.data_folder import data_folder
 from perfmodel.hardware import HardwareSpec, available
 from perfmodel.hardware import load as load_hardware
 from perfmodel.in_step import (
-    BATCHED,
     CLEARED_US,
     FILE,
     FUSED,
@@ -41,7 +40,7 @@ from perfmodel.in_step import (
     is_counted,
     weights,
 )
-from perfmodel.kernels import KERNELS, library_of
+from perfmodel.kernels import BF16_BATCHED, KERNELS, library_of, of_kernel
 
 Array = npt.NDArray[np.float64]
 
@@ -66,7 +65,7 @@ def alone_us(table: pd.DataFrame, trees: Any, hardware: HardwareSpec) -> Array:
     result = np.empty(len(table))
     products = (table["kind"] == "gemm").to_numpy()
     rows = table[products][["kernel", "m", "n", "k", "groups"]].astype({name: int for name in ("m", "n", "k", "groups")})
-    result[products] = _products_us(rows, hardware.name) * _of_layouts(table[products], hardware)
+    result[products] = _products_us(rows, hardware.name)
     result[~products] = fit_fused.predict(trees, _fused(table), hardware)
     return result
 
@@ -102,17 +101,6 @@ def _products_us(rows: pd.DataFrame, hardware: str) -> Array:
     return model.predict_together(pd.concat(asked, ignore_index=True))["time_us"].to_numpy()[: len(rows)]
 
 
-def _of_layouts(products: pd.DataFrame, hardware: HardwareSpec) -> Array:
-    """By which factors bf16 products take longer in the layouts of their passes than with K fastest."""
-    model, known = layouts.load(hardware), ~products["kernel"].map(lambda name: KERNELS[name].is_fp8).to_numpy(dtype=bool)
-    result = np.ones(len(products))
-    if model is not None and known.any():
-        mine = products[known]
-        lie = list(mine[["layout_a", "layout_b"]].itertuples(index=False, name=None))
-        result[known] = model.factors(lie, *(mine[name] for name in ("m", "n", "k", "groups")))
-    return result
-
-
 def families_of(table: pd.DataFrame) -> npt.NDArray[np.str_]:
     """Family of each kernel."""
     rows = table[["kernel", "kind", "label", "kept", "unordered_bytes"]].itertuples(index=False, name=None)
@@ -120,7 +108,8 @@ def families_of(table: pd.DataFrame) -> npt.NDArray[np.str_]:
         [GEMMS[KERNELS[kernel].is_fp8] if rest[0] == "gemm" else family(*rest) for kernel, *rest in rows], dtype=object
     )
     sizes = (table[name].fillna(1) for name in ("m", "n", "k"))
-    found[is_counted(BATCHED, *sizes) & (table["kernel"] == BATCHED).to_numpy()] = BATCHED
+    batched = (table["kernel"].map(of_kernel, na_action="ignore") == BF16_BATCHED).to_numpy()
+    found[is_counted(BF16_BATCHED, *sizes) & batched] = BF16_BATCHED
     return found.astype(str)
 
 
@@ -146,7 +135,7 @@ def fit(table: pd.DataFrame, alone: Array) -> dict[str, dict[str, list[float]]]:
 
 def batched_us(table: pd.DataFrame, alone: Array) -> float:
     """What counted products take alone beyond their kernels: the median over kinds of models of smaller ones' means."""
-    mine = (families_of(table) == BATCHED) & (alone < SMALL_US)
+    mine = (families_of(table) == BF16_BATCHED) & (alone < SMALL_US)
     number = table["launches"].to_numpy(dtype=float)[mine]
     apart = pd.DataFrame({"us": number * (alone - table["us"].to_numpy(dtype=float))[mine], "number": number})
     sums = apart.groupby(table["model"].map(architecture).to_numpy()[mine]).sum()
@@ -189,7 +178,7 @@ def factors(curves: dict[str, dict[str, list[float]]], table: pd.DataFrame, alon
     for name, curve in curves.items():
         mine = families == name
         result[mine] = np.exp(np.interp(x[mine], curve["log2"], np.log(curve["factor"])))
-    mine = families == BATCHED
+    mine = families == BF16_BATCHED
     result[mine] = np.maximum(1 - less / alone[mine], LEAST_OF_BATCHED)
     return result
 

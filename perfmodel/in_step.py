@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from perfmodel import hardware as hardware_module
 from perfmodel.hardware import HardwareSpec
+from perfmodel.kernels import BF16_BATCHED, of_kernel
 
 Array = npt.NDArray[np.float64]
 
@@ -37,7 +38,6 @@ RESCALES = {"rescale", "rescale_rounded"}
 COMPUTES = {*RESCALES, "random", "turned_cat"}
 """Operators that take a kernel longer to compute than its bytes to move: where these lie is no matter, and it has no curve."""
 GEMMS = ("gemm_bf16", "gemm_fp8")
-BATCHED = "torch/bf16_batched"
 SHORT_US = 2.0  # kernels from this on have whole gaps: of 1.25 to 64 it left the least error on kinds of models left out
 CLEARED_US = 0.8  # what clears their counter: 0.7 to 0.9 in 22 profiled steps, where it is a kernel of its own
 LEAST_OF_BATCHED = 0.5  # of the time alone, whatever is taken off it
@@ -152,7 +152,7 @@ def is_counted(kernel: str, m: npt.ArrayLike, n: npt.ArrayLike, k: npt.ArrayLike
     """
     rows, columns, inner = (np.asarray(size, dtype=np.int64) for size in (m, n, k))
     even: npt.NDArray[np.bool_] = (rows % 2 == 0) & (columns % 2 == 0) & (inner % 4 == 0)
-    return even & (kernel == BATCHED)
+    return even & (of_kernel(kernel) == BF16_BATCHED)
 
 
 def load(hardware: str | HardwareSpec = "h200") -> InStep | None:

@@ -9,6 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 
+Layout = tuple[str, str]
+"""Of operand a (M, K) and of operand b (K, N): `row` or `column`, by what lies next to each other."""
+
+K_FASTEST: Layout = ("row", "column")
+ACROSS: tuple[Layout, ...] = (("row", "row"), ("column", "row"), ("column", "column"))
+"""Layouts of bf16 products that read an operand across, as gradients do: of an input b, of a weight both."""
+
+
 @dataclass(frozen=True)
 class KernelSpec:
     """One kernel family.
@@ -32,6 +40,8 @@ class KernelSpec:
         min_capability: Least CUDA compute capability.
         requires: The distribution that it comes from, as a PEP 508 requirement; None where torch and triton are enough.
         module: What is imported to run it; None likewise.
+        of: The kernel that is the same product with K fastest in both operands, for one that reads an operand across; else None.
+        layout: How the operands of a bf16 product lie: `row` or `column`, as in `loka_sim.modelspec.Gemm`. FP8 takes K fastest.
     """
 
     name: str
@@ -51,6 +61,8 @@ class KernelSpec:
     min_capability: tuple[int, int] = (8, 0)
     requires: str | None = None
     module: str | None = None
+    of: str | None = None
+    layout: Layout = K_FASTEST
 
     @property
     def is_fp8(self) -> bool:
@@ -76,6 +88,7 @@ def library_of(kernel: str) -> str:
     return kernel.partition("/")[0]
 
 
+BF16, BF16_BATCHED = "torch/bf16", "torch/bf16_batched"
 BY_ROWS = "block1x128"
 """1 x 128 blocks whose scales lie as the blocks do, (rows, columns / 128) row-major."""
 BY_COLUMNS = "block1x128, rows fastest"
@@ -123,6 +136,28 @@ def _linear(name: str, recipe: str | None = None, **fields: Any) -> KernelSpec:
     return KernelSpec(name, "linear", recipe or "bf16", recipe or "bf16", min_capability=capability, **multiples, **fields)
 
 
+def of_kernel(kernel: str) -> str:
+    """The kernel that a name is of with K fastest in both operands: itself, but for bf16 products that read one across."""
+    spec = KERNELS.get(kernel)
+    return kernel if spec is None or spec.of is None else spec.of
+
+
+def laid(kernel: str, layout: Layout) -> str:
+    """The kernel that is a bf16 product (`BF16`, `BF16_BATCHED`) of operands that lie so."""
+    return kernel if layout == K_FASTEST else f"{kernel}_{'_'.join(layout)}"
+
+
+def _bf16() -> tuple[KernelSpec, ...]:
+    """cuBLAS' products in bf16, single and batched, in each layout of their operands."""
+    return tuple(
+        KernelSpec(
+            laid(name, layout), kind, "bf16", "bf16", of=None if layout == K_FASTEST else name, layout=layout
+        )
+        for name, kind in ((BF16, "gemm"), (BF16_BATCHED, "batched_gemm"))
+        for layout in (K_FASTEST, *ACROSS)
+    )
+
+
 _READINGS = {"": (False,), "_transposed": (True,), "_dual": (False, True)}
 
 
@@ -151,8 +186,7 @@ def _quantizers(library: str, suffix: str = "") -> tuple[KernelSpec, ...]:
 KERNELS: dict[str, KernelSpec] = {
     spec.name: spec
     for spec in (
-        KernelSpec("torch/bf16", "gemm", "bf16", "bf16"),
-        KernelSpec("torch/bf16_batched", "batched_gemm", "bf16", "bf16"),
+        *_bf16(),
         # cuBLAS and CUTLASS, through torch._scaled_mm.
         *(_fp8(f"torch/fp8_{s}_{how}", s, how) for s in ("tensorwise", "rowwise") for how in ("fast", "split")),
         _block128("torch/fp8_block128", multiple_m=4),
@@ -203,6 +237,7 @@ KERNELS: dict[str, KernelSpec] = {
 
 # Kinds of kernels that are bound by memory.
 MEMORY_KINDS = ("quantize", "layout", "pointwise")
-GEMM_KERNELS = tuple(name for name, spec in KERNELS.items() if spec.kind == "gemm")
+# Those that are learned by themselves.
+GEMM_KERNELS = tuple(name for name, spec in KERNELS.items() if spec.kind == "gemm" and spec.of is None)
 
 LIBRARIES = tuple(dict.fromkeys(map(library_of, KERNELS)))

@@ -20,7 +20,7 @@ from perfmodel.calls import Columns, Sizes, columns_of, kernels_of, of_calls, pl
 from perfmodel.choice import Choice
 from perfmodel.compiled import worth_compiling
 from perfmodel.hardware import HardwareSpec
-from perfmodel.kernels import KERNELS
+from perfmodel.kernels import BF16, KERNELS, of_kernel
 from perfmodel.network import Network, single_threaded
 from perfmodel.pairs import Agreement, Asked, Pair, agreed_factors, pair_file, pairs_in
 from perfmodel.prediction import Seen, at_edge, baseline_us, bounds_of, gap_octaves, no_less, wider
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from perfmodel.collectives import CollectiveModel
     from perfmodel.explain import Explanation
+    from perfmodel.layouts import LayoutModel
     from perfmodel.overlap import OverlapModel
     from perfmodel.topology import Cluster
 
@@ -262,9 +263,36 @@ class PerfModel:
         return columns if isinstance(frame, Mapping) else self._answer(frame, columns)
 
     def _told(self, frame: pd.DataFrame | Columns, together: bool) -> tuple[Array, Array]:
-        """As `alone_and_together`; the same twice where kernels are not asked `together`."""
-        kernels = kernels_of(frame)
-        m, n, k, groups = columns_of(frame)
+        """As `alone_and_together`; the same twice where kernels are not asked `together`.
+
+        What reads an operand across takes as long as with K fastest, by a factor of its layout; where no such are known, as long.
+        """
+        kernels, sizes = kernels_of(frame), columns_of(frame)
+        of = {name: k_fastest for name in set(kernels) if (k_fastest := of_kernel(name)) != name}
+        told = self._with_k_fastest([of.get(name, name) for name in kernels] if of else kernels, sizes, together)
+        across = np.flatnonzero([name in of for name in kernels]) if of else ()
+        if not len(across):
+            return told
+        some, names = of_calls(sizes, across), [kernels[place] for place in across]
+        return tuple(self._across(times, across, names, some) for times in told)  # type: ignore[return-value]
+
+    def _across(self, times: Array, rows: npt.NDArray[np.intp], names: Sequence[str], sizes: Sizes) -> Array:
+        """Times and ends of intervals, (calls, 3), those of these rows as if laid as their kernels say."""
+        if self.layouts is None:
+            return times
+        result, (factor, off) = times.copy(), self.layouts.told([KERNELS[name].layout for name in names], *sizes)
+        us, low, high = times[rows].T
+        ends = us * factor
+        down, up = (np.exp(np.hypot(np.log(ratio), off)) for ratio in (us / low, high / us))
+        result[rows] = np.stack([ends, ends / down, ends * up], axis=1)
+        # Both kinds of product have one roofline.
+        for end in (0, 1):
+            result[rows, end] = no_less(result[rows, end], BF16, sizes, self.hardware, 0.0)
+        return result
+
+    def _with_k_fastest(self, kernels: Sequence[str], sizes: Sizes, together: bool) -> tuple[Array, Array]:
+        """As `_told`, of kernels that are learned by themselves."""
+        m, n, k, groups = sizes
         for name, size in zip(("m", "n", "k", "groups"), (m, n, k, groups), strict=True):
             if size.shape != (len(kernels),):
                 raise ValueError(f"{name} has the shape {size.shape} for {len(kernels)} kernels; give each of them one {name}")
@@ -344,8 +372,19 @@ class PerfModel:
         answer.attrs["extrapolated"] = int((~self.in_range(frame)).sum())
         return answer
 
+    @cached_property
+    def layouts(self) -> LayoutModel | None:
+        """What bf16 products take that read an operand across, of this GPU or of the nearest of which that is known."""
+        from perfmodel import layouts
+
+        return layouts.load(self.hardware)
+
+    def knows(self, kernel: str) -> bool:
+        """Whether it has times of a kernel."""
+        return of_kernel(kernel) in self.manifest["kernels"]
+
     def _refuse_unknown(self, kernel: str) -> None:
-        if kernel not in self.manifest["kernels"]:
+        if not self.knows(kernel):
             known = "has no measurements on" if kernel in KERNELS else "is not a kernel; known on"
             raise ValueError(f"kernel {kernel!r} {known} {self.hardware.name}: {', '.join(sorted(self.manifest['kernels']))}")
 
@@ -430,7 +469,7 @@ class PerfModel:
         inside = np.empty(len(kernels), dtype=bool)
         for kernel, rows in places_of(kernels).items():
             self._refuse_unknown(kernel)
-            entry, mine = self.manifest["kernels"][kernel], {name: size[rows] for name, size in sizes.items()}
+            entry, mine = self.manifest["kernels"][of_kernel(kernel)], {name: size[rows] for name, size in sizes.items()}
             known = gap_octaves((mine["m"], mine["n"], mine["k"], mine["groups"]), entry) == 0
             for name, (low, high) in entry["range"].items():
                 known &= (mine[name] >= low) & (mine[name] <= high)

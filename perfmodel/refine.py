@@ -63,7 +63,7 @@ def _prepare(base: PerfModel, rows: pd.DataFrame) -> pd.DataFrame:
     columns = ["p10_us", "p50_us", "p90_us"]
     rows = rows.assign(kernel=rows["kernel"].astype(str)).groupby(["kernel", *SHAPE], as_index=False)[columns].median()
     for kernel, number in rows["kernel"].value_counts().items():
-        if kernel not in base.manifest["kernels"] and number < LEAST_ROWS_NEW:
+        if not base.knows(str(kernel)) and number < LEAST_ROWS_NEW:
             raise ValueError(
                 f"{kernel} is new to the time model of {base.hardware.name} and has {number} measured shapes; "
                 f"measure at least {LEAST_ROWS_NEW}, or leave its rows out"
@@ -155,7 +155,7 @@ def _fit(base: PerfModel, rows: pd.DataFrame, seed: int) -> dict[str, Correction
         method = METHODS[least_needed(errors[judged], shape[judged])]
         if method == "local" and kernel not in local:
             method = "machine"
-        unknown = kernel not in base.manifest["kernels"]
+        unknown = not base.knows(kernel)
         left = target[index] - features[index] @ machine[kernel][0]
         spread = float(np.sqrt(np.mean(left**2))) if unknown else 0.0
         process = local[kernel] if method == "local" else None
@@ -259,7 +259,7 @@ def refine(base: PerfModel, rows: pd.DataFrame, seed: int = 0) -> Refinement:
                 some = index[test[index]]
                 chosen = others.get(str(kernel)) or others.get(str(prepared["group"].iloc[index[0]])) or others[""]
                 low[some], high[some] = interval(time[some], scale[some], skew[some], chosen)
-    known = prepared["kernel"].isin(list(base.manifest["kernels"])).to_numpy(dtype=bool)
+    known = np.array([base.knows(name) for name in prepared["kernel"]], dtype=bool)
     before = prepared[known]
     repeat = float((base.manifest.get("repeat_on_another_machine") or {}).get("p90") or REPEAT_P90)
     return Refinement(

@@ -81,7 +81,7 @@ def with_base(base: PerfModel, rows: pd.DataFrame, together: bool = False) -> pd
     The skew is 1 where all of the interval lies above the time, -1 where below, 0 where it is as wide on either side. `moved` is
     by how much more the base tells where kernels are asked `together` (`PerfModel.predict_together`), 1 where they are not.
     """
-    known = rows["kernel"].isin(list(base.manifest["kernels"])).to_numpy(dtype=bool)
+    known = np.array([base.knows(name) for name in rows["kernel"]], dtype=bool)
     values, moved = np.zeros((len(rows), 3)), np.ones(len(rows))
     if known.any() and together:
         values[known], told = base.alone_and_together(rows[known])
@@ -277,7 +277,7 @@ class RefinedModel(PerfModel):
         """The refined model; its manifest has the new kernels too, and what the refinement is under `refinement`."""
         base = refinement.base
         kernels = dict(base.manifest["kernels"])
-        for name in sorted(set(refinement.rows["kernel"]) - set(kernels)):
+        for name in sorted(name for name in set(refinement.rows["kernel"]) if not base.knows(name)):
             sizes = dict(zip(SHAPE, columns_of(refinement.rows[refinement.rows["kernel"] == name]), strict=True))
             sizes["product"] = sizes["m"] * sizes["n"] * sizes["k"] * sizes["groups"]
             after = refinement.accuracy_after["kernels"][name]
@@ -325,7 +325,7 @@ class RefinedModel(PerfModel):
         if not len(frame) or not {"kernel", "m", "n", "k"} <= set(frame.columns):
             return super().predict(frame)
         known = ~frame["kernel"].isin(new).to_numpy(dtype=bool)
-        unknown = [name for name in frame["kernel"][known].unique() if name not in self.manifest["kernels"]]
+        unknown = [name for name in frame["kernel"][known].unique() if not self.knows(name)]
         if unknown or min(sizes.min() for sizes in columns_of(frame)) < 1:
             return super().predict(frame)  # which names what is wrong
         asked = frame.reset_index(drop=True).assign(kernel=lambda f: f["kernel"].astype(str))

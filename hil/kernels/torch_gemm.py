@@ -1,6 +1,6 @@
 """torch's GEMMs on Hopper: `torch.mm`, `torch.bmm` and `torch._scaled_mm` in its scalings, all with bf16 results.
 
-Operands as `torch._scaled_mm` wants them: the left one (M, K) row-major, the right one (K, N) column-major, which is an
+bf16 in every layout of its operands; FP8's as `torch._scaled_mm` wants them: the left one (M, K) row-major, the right one (K, N) column-major, which is an
 (N, K) row-major tensor transposed. Timings use unit scales: the kernels do the same work whatever the scale.
 """
 
@@ -13,28 +13,36 @@ import torch
 
 from hil.kernels.base import E4M3, GEMM_LIMIT, Runner, Shape, product_error
 from hil.timing import BufferPool
+from perfmodel.kernels import BF16, BF16_BATCHED, KERNELS, KernelSpec
 
 
 def _mm_bytes(element: int) -> Callable[[Shape], int]:
     return lambda s: s.groups * (element * (s.m * s.k + s.n * s.k) + 2 * s.m * s.n)
 
 
-def _bind_bf16(shape: Shape, pool: BufferPool) -> Callable[[int], torch.Tensor]:
-    def launch(index: int) -> torch.Tensor:
-        a = pool.view((shape.m, shape.k), index, 0)
-        b = pool.view((shape.n, shape.k), index, 1)
-        return torch.mm(a, b.t())
+def _bf16(spec: KernelSpec) -> Runner:
+    """`torch.mm` or `torch.bmm` of operands that lie as the kernel's layout says."""
+    batched = spec.kind == "batched_gemm"
+    by_rows = [lies == "row" for lies in spec.layout]
 
-    return launch
+    def operands(shape: Shape, pool: BufferPool, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        lead = (shape.groups,) if batched else ()
+        found = []
+        for number, (rows, columns) in enumerate(((shape.m, shape.k), (shape.k, shape.n))):
+            size = (rows, columns) if by_rows[number] else (columns, rows)
+            stored = pool.view((*lead, *size), index, number)
+            found.append(stored if by_rows[number] else stored.mT)
+        return found[0], found[1]
 
+    def bind(shape: Shape, pool: BufferPool) -> Callable[[int], torch.Tensor]:
+        multiply = torch.bmm if batched else torch.mm
+        return lambda index: multiply(*operands(shape, pool, index))
 
-def _bind_bf16_batched(shape: Shape, pool: BufferPool) -> Callable[[int], torch.Tensor]:
-    def launch(index: int) -> torch.Tensor:
-        a = pool.view((shape.groups, shape.m, shape.k), index, 0)
-        b = pool.view((shape.groups, shape.n, shape.k), index, 1)
-        return torch.bmm(a, b.transpose(1, 2))
+    def error(shape: Shape, pool: BufferPool, result: torch.Tensor) -> float:
+        a, b = operands(shape, pool, 0)
+        return product_error(result[-1], a[-1], b[-1].mT) if batched else product_error(result, a, b.mT)
 
-    return launch
+    return Runner(spec.name, _mm_bytes(2), bind, error, GEMM_LIMIT)
 
 
 def _bind_scaled(scaling: str, fast: bool) -> Callable[[Shape, BufferPool], Callable[[int], torch.Tensor]]:
@@ -73,19 +81,15 @@ def _bind_block128(shape: Shape, pool: BufferPool) -> Callable[[int], torch.Tens
     return launch
 
 
-def _error(dtype: torch.dtype, batched: bool = False) -> Callable[[Shape, BufferPool, Any], float]:
+def _error(dtype: torch.dtype) -> Callable[[Shape, BufferPool, Any], float]:
     def error(shape: Shape, pool: BufferPool, result: Any) -> float:
-        lead = (shape.groups,) if batched else ()
-        a = pool.view((*lead, shape.m, shape.k), 0, 0, dtype)
-        b = pool.view((*lead, shape.n, shape.k), 0, 1, dtype)
-        return product_error(result[-1], a[-1], b[-1]) if batched else product_error(result, a, b)
+        return product_error(result, pool.view((shape.m, shape.k), 0, 0, dtype), pool.view((shape.n, shape.k), 0, 1, dtype))
 
     return error
 
 
 GEMM_RUNNERS = (
-    Runner("torch/bf16", _mm_bytes(2), _bind_bf16, _error(torch.bfloat16), GEMM_LIMIT),
-    Runner("torch/bf16_batched", _mm_bytes(2), _bind_bf16_batched, _error(torch.bfloat16, batched=True), GEMM_LIMIT),
+    *(_bf16(spec) for name, spec in KERNELS.items() if name in (BF16, BF16_BATCHED) or spec.of is not None),
     Runner("torch/fp8_tensorwise_fast", _mm_bytes(1), _bind_scaled("tensorwise", True), _error(E4M3), GEMM_LIMIT),
     Runner("torch/fp8_tensorwise_split", _mm_bytes(1), _bind_scaled("tensorwise", False), _error(E4M3), GEMM_LIMIT),
     Runner("torch/fp8_rowwise_fast", _mm_bytes(1), _bind_scaled("rowwise", True), _error(E4M3), GEMM_LIMIT),

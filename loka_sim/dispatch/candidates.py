@@ -20,10 +20,7 @@ from typing import NamedTuple
 
 from loka_sim.dispatch.operands import TORCH, TRANSPOSE, Launch, Row, Toolbox, Way, least
 from loka_sim.modelspec import PASSES, Site
-from perfmodel.kernels import KERNELS, library_of
-
-BF16 = "torch/bf16"
-BF16_BATCHED = "torch/bf16_batched"
+from perfmodel.kernels import BF16, BF16_BATCHED, KERNELS, Layout, laid, library_of
 
 Assignment = Mapping[str, str]
 """Kernel name per pass."""
@@ -121,9 +118,20 @@ class SiteShape:
     def _in_bf16(self) -> dict[str, tuple[int, int, int, int]]:
         return self._gemms | {name: (m, n, k, groups) for name, m, n, k, groups in self.padded}
 
-    def launched(self, name: str, kernel: str) -> tuple[int, int, int, int]:
-        """(m, n, k, groups) that a kernel is launched with for a pass: bf16 with what torch.compile pads."""
-        return (self._in_bf16 if kernel in (BF16, BF16_BATCHED) else self._gemms)[name]
+    def layout(self, name: str) -> Layout:
+        """How the operands of a pass lie where it runs in bf16, which reads them as they are stored."""
+        left, right = self.reads(name)
+        # A single row lies either way.
+        across = left.transposed and self.gemm(name)[0] > 1
+        return "column" if across else "row", "row" if right.transposed else "column"
+
+    @cached_property
+    def _rows_in_bf16(self) -> dict[str, Row]:
+        return {name: Row(laid(kernel, self.layout(name)), *self._in_bf16[name]) for name, kernel in self.bf16().items()}
+
+    def row(self, name: str, kernel: str) -> Row:
+        """What a pass launches for its product: in bf16 the kernel of its layout, with what torch.compile pads."""
+        return self._rows_in_bf16[name] if kernel in (BF16, BF16_BATCHED) else Row(kernel, *self._gemms[name])
 
     def tensor(self, tensor: str) -> tuple[int, int]:
         """Rows and columns of x (M, K), w (N, K) or g (M, N) as the model stores it; the rows of all groups together."""
@@ -140,7 +148,7 @@ class SiteShape:
     @cached_property
     def bf16_rows(self) -> tuple[Row, ...]:
         """What that launches."""
-        return tuple(Row(kernel, *self.launched(name, kernel)) for name, kernel in self.bf16().items())
+        return tuple(self._rows_in_bf16.values())
 
 
 def illegal(shape: SiteShape, name: str, kernel: str, toolbox: Toolbox = TORCH) -> str | None:
@@ -247,7 +255,7 @@ def _launched(
     shape: SiteShape, assignment: Assignment, made: Iterable[tuple[Mapping[bool, str], Way]]
 ) -> dict[str, tuple[Row, ...]]:
     """GEMMs, and what makes each tensor: with the passes that take its readings."""
-    rows = {name: [Row(kernel, *shape.launched(name, kernel))] for name, kernel in assignment.items()}
+    rows = {name: [shape.row(name, kernel)] for name, kernel in assignment.items()}
     for readers, way in made:
         for launch in way:
             first = min((readers[reading] for reading in launch.readings), key=PASSES.index)
@@ -279,7 +287,7 @@ def shared_tensors(shape: SiteShape, assignment: Assignment, name: str, toolbox:
 def possible_rows(shape: SiteShape, toolbox: Toolbox = TORCH) -> set[Row]:
     """Every row that some assignment of legal kernels may launch, bf16 included, by whichever way its operands are made."""
     gemms, makers = _possible(shape.least, toolbox.unpriced)
-    found = {Row(kernel, *shape.launched(name, kernel)) for name, kernel in gemms}
+    found = {shape.row(name, kernel) for name, kernel in gemms}
     for tensor, kernel in makers:
         height, width = shape.tensor(tensor)
         found.add(Row(kernel, height, 1, width))

@@ -207,7 +207,7 @@ class Decider:
             shared = shared_tensors(shape, decided, name, self.toolbox) if status == FAST else ()
             result[name] = PassDecision(
                 status, kernel, launched[name], makers[name], self.times.interval(launched[name]),
-                self.times.of[Row(stays[name], *shape.launched(name, stays[name]))], accuracies.get((name, kernel)),
+                self.times.of[shape.row(name, stays[name])], accuracies.get((name, kernel)),
                 explained.reason(self.policy.max_mere, reckless[name], shared), candidates, runner_up,
             )  # fmt: skip
         return result

@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from loka_sim.dispatch.candidates import BF16, SiteShape, Use, legal_fp8
+from loka_sim.dispatch.candidates import SiteShape, Use, legal_fp8
 from loka_sim.dispatch.operands import Toolbox
 from perfmodel.kernels import KERNELS
 
@@ -75,17 +75,20 @@ class Structure:
         """
         for name, kernels in zip(self.names, self.options, strict=True):
             for kernel in kernels:
-                yield kernel, *shape.launched(name, kernel)
+                yield shape.row(name, kernel)
         tensors = {tensor.name: shape.tensor(tensor.name) for tensor in self.tensors}
         for name, kernel in self.makers:
             height, width = tensors[name]
             yield kernel, height, 1, width, 1
 
     def coinciding(self, shape: SiteShape) -> tuple[int, ...]:
-        """Which of a site's GEMMs are of one size, and which of its tensors: for each the first that it is like."""
-        gemms = [(shape.gemm(name), shape.launched(name, BF16)) for name in self.names]
-        tensors = [shape.tensor(tensor.name) for tensor in self.tensors]
-        return (*map(gemms.index, gemms), *map(tensors.index, tensors))
+        """Which of a site's GEMMs are one in FP8, which in bf16, and which of its tensors are of one size.
+
+        For each the first that it is like.
+        """
+        gemms, tensors = [shape.gemm(name) for name in self.names], [shape.tensor(tensor.name) for tensor in self.tensors]
+        in_bf16 = shape.bf16_rows
+        return (*map(gemms.index, gemms), *map(in_bf16.index, in_bf16), *map(tensors.index, tensors))
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +199,8 @@ def layout(of: Structure, chosen: tuple[int, ...], coinciding: tuple[int, ...]) 
         chosen: For each need of each tensor, in their order, which of its ways.
         coinciding: As `Structure.coinciding` says it.
     """
-    gemm_like, tensor_like = coinciding[: len(of.names)], coinciding[len(of.names) :]
+    passes = len(of.names)
+    gemm_like, in_bf16_like, tensor_like = coinciding[:passes], coinciding[passes : 2 * passes], coinciding[2 * passes :]
     index: dict[tuple[str, str, int], int] = {}
     columns: list[int] = []
 
@@ -208,8 +212,8 @@ def layout(of: Structure, chosen: tuple[int, ...], coinciding: tuple[int, ...]) 
 
     place = iter(range(sum(map(len, of.options))))
     gemms = [
-        [number("gemm", kernel, like, next(place)) for kernel in kernels]
-        for like, kernels in zip(gemm_like, of.options, strict=True)
+        [number("gemm", kernel, in_bf16 if axis == home else like, next(place)) for axis, kernel in enumerate(kernels)]
+        for like, in_bf16, home, kernels in zip(gemm_like, in_bf16_like, of.bf16, of.options, strict=True)
     ]
     like_of = {tensor.name: like for tensor, like in zip(of.tensors, tensor_like, strict=True)}
     first = sum(map(len, of.options))

@@ -90,7 +90,7 @@ def model_work(answer: WhatIf, known: Sequence[str]) -> Work:
     What a decision costs can be told of a site alone that is measured whole. Sites come in the order of their worth: the time
     that knowing their kernels' times exactly would save in a step (`perfmodel.information`); where that is equal, the time that
     is spent on them as decided. A GEMM's shape is measured under every one of its family's kernels, an operand's under those
-    that a decision or the step may launch.
+    that a decision or the step may launch, and so are bf16 products that read an operand across.
 
     Args:
         answer: The decisions as they stand.
@@ -101,7 +101,8 @@ def model_work(answer: WhatIf, known: Sequence[str]) -> Work:
     for site in answer.sites:
         for row in (*(row for decided in site.passes.values() for row in decided.rows), *site.around.rows):
             spent[family_of(row), shape_of(row)] += answer.times.of[row].us
-    gemms = tuple(sorted(name for name in known if FAMILIES[KERNELS[name].kind] == "gemm"))
+    gemms = {name for name in known if FAMILIES[KERNELS[name].kind] == "gemm"}
+    across = {name for name in gemms if KERNELS[name].of is not None}
     kernels: dict[Key, set[str]] = defaultdict(set)
     for row in answer.times.of:
         kernels[family_of(row), shape_of(row)].add(row.kernel)
@@ -119,7 +120,7 @@ def model_work(answer: WhatIf, known: Sequence[str]) -> Work:
     last: list[tuple[Shape, tuple[str, ...]]] = []
     for family, shape in ordered:
         if family == "gemm":
-            wanted[family].append((shape, gemms))
+            wanted[family].append((shape, tuple(sorted(gemms - (across - kernels[family, shape])))))
             continue
         around = sorted(name for name in kernels[family, shape] if KERNELS[name].kind == "pointwise")
         choices = sorted(kernels[family, shape] - set(around))

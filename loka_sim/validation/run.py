@@ -21,7 +21,7 @@ from loka_sim.validation.budget import WRITING_S, Budget
 from loka_sim.validation.document import Findings, finish
 from loka_sim.validation.measuring import read_json
 from loka_sim.validation.request import Request
-from perfmodel.kernels import library_of
+from perfmodel.kernels import KERNELS, library_of
 
 if TYPE_CHECKING:
     from loka_sim.validation.runnable import Runnable
@@ -281,8 +281,8 @@ class Validation:
         """Kernels that the time model knows and a decision may take: of others there is no prediction to judge."""
         import perfmodel
 
-        wanted = {"torch", *self.request.libraries}
-        return [k for k in perfmodel.load(self.request.hardware).manifest["kernels"] if library_of(k) in wanted]
+        wanted, model = {"torch", *self.request.libraries}, perfmodel.load(self.request.hardware)
+        return [name for name in KERNELS if model.knows(name) and library_of(name) in wanted]
 
     def _refined_answer(self) -> WhatIf:
         """Decide with the time model as refined so far."""
@@ -299,7 +299,7 @@ class Validation:
 
         base = perfmodel.load(self.request.hardware)
         rows = measuring.timings(self.timings)
-        rows = rows[(rows["sweep"] == "model") & rows["kernel"].isin(list(base.manifest["kernels"]))]
+        rows = rows[(rows["sweep"] == "model") & rows["kernel"].map(base.knows).astype(bool)]
         return refine(base, rows) if len(rows) else None
 
     def _refine(self, machine: dict[str, Any], numerics: dict[str, Any]) -> tuple[WhatIf, Any]:

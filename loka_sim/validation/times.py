@@ -34,7 +34,7 @@ def time_part(hardware: str, folder: Path, rows: pandas.DataFrame, refinement: A
     import perfmodel
 
     base, refined = perfmodel.load(hardware), perfmodel.load(hardware, folder)
-    unknown = sorted(set(rows["kernel"]) - set(base.manifest["kernels"]))
+    unknown = sorted(name for name in set(rows["kernel"]) if not base.knows(name))
     rows = rows[~rows["kernel"].isin(unknown)].drop_duplicates([*KEY, "sweep"], keep="last")
     # A fresh shape that the model happens to have is no fresh one.
     seen = pandas.MultiIndex.from_frame(rows.loc[rows["sweep"] == "model", KEY[1:]])
