@@ -3,8 +3,9 @@
     python benchmarks/choice.py
 
 Every pass of every linear of the zoo's eight models at batches 512 and 2,048, as measured on an H200 in the sweep `zoo`; torch's
-kernels, the default choice (`benchmarks/libraries.py` has several libraries').
-The cost of an FP8 kernel is its GEMM plus the quantization (and transposition) of both bf16 operands, unshared. Regret is
+kernels, the default choice (`benchmarks/libraries.py` has several libraries'). bf16 reads operands as they are stored: the
+weight across for its input's gradient, both across for the weight's; what that takes more or less than with K fastest was
+measured beside it in one run (`data/h200/across/`). The cost of an FP8 kernel is its GEMM plus the quantization (and transposition) of both bf16 operands, unshared. Regret is
 a choice's measured cost over the best candidate's; the total weighs each pass by how often the models run it.
 """
 
@@ -21,11 +22,15 @@ import perfmodel
 from loka_sim.dispatch.baselines import filter_rowwise, filter_tensorwise, is_linear
 from loka_sim.resolve import resolve_model
 from loka_sim.zoo import NAMES
+from perfmodel.data_folder import data_folder
 from perfmodel.fit import read_timings
-from perfmodel.kernels import GEMM_KERNELS, KERNELS
+from perfmodel.kernels import ACROSS, BF16, GEMM_KERNELS, K_FASTEST, KERNELS, Layout, laid
 from perfmodel.roofline import roofline_us
 
 Row = tuple[str, int, int, int]
+SIZES = ["m", "n", "k"]
+LIES: dict[str, Layout] = {"output": K_FASTEST, "grad_input": ("row", "row"), "grad_weight": ("column", "row")}
+"""How a linear layer's passes read their operands in bf16."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Call:
     def rows(self, kernel: str) -> list[Row]:
         """Everything that this kernel launches for the pass."""
         spec, (m, n, k) = KERNELS[kernel], self.layer
-        parts: list[Row] = [(kernel, *self.shape)]
+        parts: list[Row] = [(laid(kernel, LIES[self.name]) if kernel == BF16 else kernel, *self.shape)]
         if spec.is_fp8:
             left, right = {"output": ((m, k), (n, k)), "grad_input": ((m, n), (n, k)), "grad_weight": ((m, n), (m, k))}[self.name]
             turned_a, turned_b = self.name == "grad_weight", self.name != "output"
@@ -62,11 +67,23 @@ def calls() -> dict[Call, int]:
     return found
 
 
+def read_across(bf16: pd.DataFrame) -> pd.DataFrame:
+    """Products that read an operand across, as timings of them with K fastest and the run that timed both have it."""
+    run = pd.read_parquet(data_folder() / "h200" / "across" / "gemm.parquet").set_index([*SIZES, "kernel"])["p50_us"].unstack()
+    found = []
+    for layout in ACROSS:
+        ratio = (run[laid(BF16, layout)] / run[BF16]).rename("ratio").dropna()
+        timed = bf16.join(ratio, on=SIZES, how="inner")
+        found.append(timed[SIZES].assign(kernel=laid(BF16, layout), p50_us=timed["p50_us"] * timed["ratio"]))
+    return pd.concat(found, ignore_index=True)
+
+
 def main() -> int:
     """Print the table."""
     model = perfmodel.load("h200")
     zoo = read_timings("h200")
     zoo = zoo[(zoo["sweep"] == "zoo") & (zoo["groups"] == 1) & zoo["kernel"].str.startswith("torch/")]
+    zoo = pd.concat([zoo[["kernel", *SIZES, "p50_us"]], read_across(zoo[zoo["kernel"] == BF16])], ignore_index=True)
     keys: list[Row] = list(zip(zoo["kernel"], zoo["m"], zoo["n"], zoo["k"], strict=True))
     measured = dict(zip(keys, zoo["p50_us"], strict=True))
     learned = dict(zip(keys, model.predict_together(zoo)["time_us"], strict=True))
@@ -83,14 +100,14 @@ def main() -> int:
     def fixed(scaling: str, wants: Callable[[int, int], bool]) -> Callable[[Call, list[str]], str]:
         def pick(call: Call, options: list[str]) -> str:
             kernel = f"torch/fp8_{scaling}_{'fast' if call.name == 'output' else 'split'}"
-            return kernel if kernel in options and wants(call.layer[1], call.layer[2]) else "torch/bf16"
+            return kernel if kernel in options and wants(call.layer[1], call.layer[2]) else BF16
 
         return pick
 
     policies = {
         "loka-sim": cheapest(learned),
         "roofline alone": cheapest(roofline),
-        "bf16 everywhere": lambda call, options: "torch/bf16",
+        "bf16 everywhere": lambda call, options: BF16,
         "FP8 tensorwise everywhere": fixed("tensorwise", lambda n, k: True),
         "FP8 rowwise everywhere": fixed("rowwise", lambda n, k: True),
         "torchao filter, tensorwise": fixed("tensorwise", filter_tensorwise),
@@ -102,7 +119,7 @@ def main() -> int:
         if len(options) > 1:
             costs = {kernel: cost(call, kernel, measured) for kernel in options}
             chosen = {name: costs[pick(call, options)] for name, pick in policies.items()}
-            rows.append({"times": times, "best": min(costs.values()), "bf16": costs["torch/bf16"], **chosen})
+            rows.append({"times": times, "best": min(costs.values()), "bf16": costs[BF16], **chosen})
     frame = pd.DataFrame(rows)
     wins = (frame["best"] < frame["bf16"]).mean()
     print(

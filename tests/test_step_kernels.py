@@ -69,7 +69,7 @@ def profile(*launches):
     }
 
 
-ROWS = [(Row("torch/bf16", m, m, m), "row", "column") for m in (256, 512, 1024)]
+ROWS = [Row("torch/bf16", m, m, m) for m in (256, 512, 1024)]
 FORWARD = "nvjet_sm90_tst_64x64_64x8_1x2_h_bz_TNN"
 
 
@@ -80,7 +80,7 @@ def test_gemms_in_order_are_paired_in_order_with_what_adds_up_their_parts(benchm
 
 
 def test_gemms_that_changed_places_are_told_by_their_times(benchmark):
-    rows = [(Row("torch/bf16", m, 64, 64), "row", "column") for m in range(64, 576, 64)]
+    rows = [Row("torch/bf16", m, 64, 64) for m in range(64, 576, 64)]
     alone = [3.0, 9.0, 3.0, 27.0, 3.0, 9.0, 3.0, 27.0]
     ran = profile(*((FORWARD, us) for us in (3.1, 9.1, 27.1, 3.2, 3.3, 9.2, 3.4, 27.2)))
     found = {row["m"]: row["us"] for row in benchmark.paired_gemms(ran, rows, alone)}
@@ -90,9 +90,9 @@ def test_gemms_that_changed_places_are_told_by_their_times(benchmark):
 def test_gemms_alike_in_time_are_told_by_how_their_operands_lie_and_what_ran_before(benchmark):
     """Each changed places with its neighbour."""
     rows = [
-        (Row("torch/bf16", 64, 64, 512), "column", "row"), (Row("torch/bf16", 512, 64, 64), "row", "row"),
-        (Row("torch/bf16_batched", 48, 48, 8, 64), "row", "column"), (Row("torch/bf16", 4, 28, 8192), "column", "row"),
-        *[(Row("torch/bf16", m, 64, 64), "row", "column") for m in range(1000, 1008)],
+        Row("torch/bf16_column_row", 64, 64, 512), Row("torch/bf16_row_row", 512, 64, 64),
+        Row("torch/bf16_batched", 48, 48, 8, 64), Row("torch/bf16_column_row", 4, 28, 8192),
+        *[Row("torch/bf16", m, 64, 64) for m in range(1000, 1008)],
     ]  # fmt: skip
     cutlass = "cutlass_80_tensorop_bf16_s16816gemm_bf16_256x64_32x4_nt_align2"
     dgrad, wgrad = "nvjet_sm90_tst_64x8_64x16_1x4_h_bz_NNT", "nvjet_sm90_tst_64x8_64x16_1x4_h_bz_NTT"

@@ -9,10 +9,14 @@ from loka_sim.dispatch.candidates import Row, SiteShape, illegal, launches, lega
 from loka_sim.dispatch.decide import flat
 from loka_sim.dispatch.operands import Toolbox
 from loka_sim.modelspec import Dim, Gemm, Site, linear_passes
+from loka_sim.resolve import resolve_model
+from loka_sim.zoo import NAMES
+from perfmodel.kernels import KERNELS
 
 M, N, K = 2048, 512, 1024
 TENSOR_FAST, TENSOR_SPLIT = "torch/fp8_tensorwise_fast", "torch/fp8_tensorwise_split"
 ROW_FAST, BLOCK, BF16 = "torch/fp8_rowwise_fast", "torch/fp8_block128", "torch/bf16"
+IN_BF16 = {"output": BF16, "grad_input": "torch/bf16_row_row", "grad_weight": "torch/bf16_column_row"}
 
 
 def linear(m=M, n=N, k=K, **site):
@@ -27,7 +31,25 @@ GEMMS = {"output": (M, N, K), "grad_input": (M, K, N), "grad_weight": (N, K, M)}
 
 def launched(assignment):
     rows = Counter((row.kernel.partition("/")[2], row.m, row.n, row.k) for row in flat(launches(SHAPE, assignment)))
-    return rows - Counter((kernel.partition("/")[2], *GEMMS[name]) for name, kernel in assignment.items())
+    gemms = {name: IN_BF16[name] if kernel == BF16 else kernel for name, kernel in assignment.items()}
+    return rows - Counter((kernel.partition("/")[2], *GEMMS[name]) for name, kernel in gemms.items())
+
+
+@pytest.mark.parametrize("model", NAMES)
+def test_in_bf16_a_pass_reads_its_operands_as_they_were_captured(model):
+    """Against the strides that the captured call itself had."""
+    spec = resolve_model(model)
+    seen = Counter()
+    for site in spec.sites:
+        shape = SiteShape.of(site, spec.batch)
+        for name, gemm in site.passes.items():
+            if gemm.shape(spec.batch)[0] > 1:
+                layout = gemm.layout_a, gemm.layout_b
+                assert shape.layout(name) == layout
+                assert shape.row(name, BF16) == shape.row(name, "torch/bf16_batched")
+                assert KERNELS[shape.row(name, BF16).kernel].layout == layout
+                seen[layout] += 1
+    assert len(seen) >= 3
 
 
 def test_shapes_of_the_three_passes():
@@ -140,7 +162,7 @@ def test_batched_products_that_no_quantizer_serves_stay_in_bf16():
     assert "1024 groups are more than 1023" in (illegal(batched(1024), "output", "torch/fp8_grouped_rowwise_fast") or "")
     turned = batched(layout_b="row")
     assert "w is read transposed in each of 128 groups" in (illegal(turned, "output", "torch/fp8_grouped_rowwise_fast") or "")
-    assert possible_rows(turned) == {Row("torch/bf16_batched", 64, 48, 32, 128)}
+    assert possible_rows(turned) == {Row("torch/bf16_batched_row_row", 64, 48, 32, 128)}
 
 
 def test_possible_rows_covers_every_legal_assignment():

@@ -84,7 +84,7 @@ def test_the_parameters_are_those_of_the_layers():
 def gemms_between_others(answer, assignments):
     """Microseconds of a step's GEMMs as they run in it."""
     return sum(
-        answer.runs.between.of[Row(kernel, *site.shape.gemm(name))].us
+        answer.runs.between.of[site.shape.row(name, kernel)].us
         for site, kernels in zip(answer.sites, assignments, strict=True)
         for name, kernel in kernels.items()
     )
