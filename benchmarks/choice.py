@@ -5,8 +5,9 @@
 Every pass of every linear of the zoo's eight models at batches 512 and 2,048, as measured on an H200 in the sweep `zoo`; torch's
 kernels, the default choice (`benchmarks/libraries.py` has several libraries'). bf16 reads operands as they are stored: the
 weight across for its input's gradient, both across for the weight's; what that takes more or less than with K fastest was
-measured beside it in one run (`data/h200/across/`). The cost of an FP8 kernel is its GEMM plus the quantization (and transposition) of both bf16 operands, unshared. Regret is
-a choice's measured cost over the best candidate's; the total weighs each pass by how often the models run it.
+measured beside it in one run (`data/h200/across/`). The cost of an FP8 kernel is its GEMM plus the quantization (and
+transposition) of both bf16 operands, unshared. Regret is a choice's measured cost over the best candidate's; the total weighs
+each pass by how often the models run it.
 """
 
 from __future__ import annotations

@@ -38,7 +38,9 @@ from loka_sim.modelspec import Fused
 from loka_sim.validation.runnable import TABLE_ROWS
 from loka_sim.whatif import WhatIf, whatif
 from loka_sim.whole_step import batched_products, described, launched, log_loss, table_gradient, with_partial_sums
+from perfmodel import hardware
 from perfmodel.fused import COLUMNS, baseline_us
+from perfmodel.hardware import DEFAULT
 from perfmodel.in_step import RESCALES, VECTOR, is_counted
 from perfmodel.kernels import K_FASTEST, KERNELS
 
@@ -238,11 +240,7 @@ def paired_gemms(profile: dict[str, Any], rows: Sequence[Row], alone: Sequence[f
     # Of a precision of which another number ran than was predicted nothing is known.
     sure = [sum(fp8 == its for its, *_ in seen) == sum(fp8 == wants for wants, *_ in wanted) for fp8 in (False, True)]
     pairs = zip(*linear_sum_assignment(apart), strict=True)
-    return [
-        {**rows[j]._asdict(), "us": float(times[i])}
-        for i, j in pairs
-        if seen[i][0] == wanted[j][0] and sure[wanted[j][0]]
-    ]
+    return [{**rows[j]._asdict(), "us": float(times[i])} for i, j in pairs if seen[i][0] == wanted[j][0] and sure[wanted[j][0]]]
 
 
 LIE = {K_FASTEST: "tn", ("row", "row"): "nn", ("column", "row"): "nt", ("column", "column"): "tt"}

@@ -116,7 +116,8 @@ def main() -> int:
         "command": f"python -m perfmodel.fit_layouts --hardware {options.hardware}", "products": len(rows), "judged": found,
     }  # fmt: skip
     (folder / "models" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-    print(f"{'layout':14s} {'':8s} {'sizes':7s} {'n':>5s}   as K fastest         told in it                     inside  factor alone")
+    told = f"{'as K fastest':20s} {'told in it':30s} inside  factor alone"
+    print(f"{'layout':14s} {'':8s} {'sizes':7s} {'n':>5s}   {told}")
     for entry in found:
         sort = f"{'batched' if entry['batched'] else '':8s} {'even' if entry['even'] else 'uneven':7s}"
         print(

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-
 Layout = tuple[str, str]
 """Of operand a (M, K) and of operand b (K, N): `row` or `column`, by what lies next to each other."""
 
@@ -148,11 +147,9 @@ def laid(kernel: str, layout: Layout) -> str:
 
 
 def _bf16() -> tuple[KernelSpec, ...]:
-    """cuBLAS' products in bf16, single and batched, in each layout of their operands."""
+    """Products in bf16 by cuBLAS, single and batched, in each layout of their operands."""
     return tuple(
-        KernelSpec(
-            laid(name, layout), kind, "bf16", "bf16", of=None if layout == K_FASTEST else name, layout=layout
-        )
+        KernelSpec(laid(name, layout), kind, "bf16", "bf16", of=None if layout == K_FASTEST else name, layout=layout)
         for name, kind in ((BF16, "gemm"), (BF16_BATCHED, "batched_gemm"))
         for layout in (K_FASTEST, *ACROSS)
     )

@@ -144,11 +144,7 @@ class LayoutModel:
         """
         sizes = tuple(np.asarray(size, dtype=np.float64) for size in (m, n, k, groups))
         factor, off = np.ones(len(sizes[0])), np.zeros(len(sizes[0]))
-        places = {
-            layout: found
-            for layout in ACROSS
-            if len(found := np.flatnonzero([other == layout for other in layouts]))
-        }
+        places = {layout: found for layout in ACROSS if len(found := np.flatnonzero([other == layout for other in layouts]))}
         if not places:
             return factor, off
         asked = np.concatenate(list(places.values()))

@@ -269,26 +269,29 @@ class PerfModel:
         """
         kernels, sizes = kernels_of(frame), columns_of(frame)
         of = {name: k_fastest for name in set(kernels) if (k_fastest := of_kernel(name)) != name}
-        told = self._with_k_fastest([of.get(name, name) for name in kernels] if of else kernels, sizes, together)
-        across = np.flatnonzero([name in of for name in kernels]) if of else ()
-        if not len(across):
-            return told
-        some, names = of_calls(sizes, across), [kernels[place] for place in across]
-        return tuple(self._across(times, across, names, some) for times in told)  # type: ignore[return-value]
+        if not of:
+            return self._with_k_fastest(kernels, sizes, together)
+        alone, told = self._with_k_fastest([of.get(name, name) for name in kernels], sizes, together)
+        across = np.flatnonzero([name in of for name in kernels])
+        laid = self._laid([kernels[place] for place in across], of_calls(sizes, across))
+        return laid(alone, across), laid(told, across)
 
-    def _across(self, times: Array, rows: npt.NDArray[np.intp], names: Sequence[str], sizes: Sizes) -> Array:
-        """Times and ends of intervals, (calls, 3), those of these rows as if laid as their kernels say."""
+    def _laid(self, names: Sequence[str], sizes: Sizes) -> Callable[[Array, npt.NDArray[np.intp]], Array]:
+        """What changes times and ends of intervals, (calls, 3), of some rows to those of their kernels, which read across."""
         if self.layouts is None:
-            return times
-        result, (factor, off) = times.copy(), self.layouts.told([KERNELS[name].layout for name in names], *sizes)
-        us, low, high = times[rows].T
-        ends = us * factor
-        down, up = (np.exp(np.hypot(np.log(ratio), off)) for ratio in (us / low, high / us))
-        result[rows] = np.stack([ends, ends / down, ends * up], axis=1)
-        # Both kinds of product have one roofline.
-        for end in (0, 1):
-            result[rows, end] = no_less(result[rows, end], BF16, sizes, self.hardware, 0.0)
-        return result
+            return lambda times, rows: times
+        factor, off = self.layouts.told([KERNELS[name].layout for name in names], *sizes)
+
+        def laid(times: Array, rows: npt.NDArray[np.intp]) -> Array:
+            us, low, high = times[rows].T
+            down, up = (np.exp(np.hypot(np.log(ratio), off)) for ratio in (us / low, high / us))
+            result, us = times.copy(), us * factor
+            # Single and batched products have one roofline.
+            bounded = [no_less(end, BF16, sizes, self.hardware, 0.0) for end in (us, us / down)]
+            result[rows] = np.stack([*bounded, us * up], axis=1)
+            return result
+
+        return laid
 
     def _with_k_fastest(self, kernels: Sequence[str], sizes: Sizes, together: bool) -> tuple[Array, Array]:
         """As `_told`, of kernels that are learned by themselves."""

@@ -1,7 +1,7 @@
 """torch's GEMMs on Hopper: `torch.mm`, `torch.bmm` and `torch._scaled_mm` in its scalings, all with bf16 results.
 
-bf16 in every layout of its operands; FP8's as `torch._scaled_mm` wants them: the left one (M, K) row-major, the right one (K, N) column-major, which is an
-(N, K) row-major tensor transposed. Timings use unit scales: the kernels do the same work whatever the scale.
+bf16 in every layout of its operands; FP8's as `torch._scaled_mm` wants them: the left one (M, K) row-major, the right one (K, N)
+column-major, which is an (N, K) row-major tensor transposed. Timings use unit scales: the kernels do the same work whatever the scale.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _bf16(spec: KernelSpec) -> Runner:
         multiply = torch.bmm if batched else torch.mm
         return lambda index: multiply(*operands(shape, pool, index))
 
-    def error(shape: Shape, pool: BufferPool, result: torch.Tensor) -> float:
+    def error(shape: Shape, pool: BufferPool, result: Any) -> float:
         a, b = operands(shape, pool, 0)
         return product_error(result[-1], a[-1], b[-1].mT) if batched else product_error(result, a, b.mT)
 
