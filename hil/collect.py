@@ -105,7 +105,11 @@ def matching(kinds: Sequence[str], patterns: Sequence[str] = ("*",)) -> list[str
 
 
 def _fits(name: str, patterns: Sequence[str]) -> bool:
-    return name in patterns or (KERNELS[name].of is None and any(fnmatchcase(name, pattern) for pattern in patterns))
+    return name in patterns or (KERNELS[name].of is None and _alike(name, patterns))
+
+
+def _alike(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def legal_runners(shape: Shape, kinds: Sequence[str], patterns: Sequence[str] = ("*",)) -> list[Runner]:
@@ -350,7 +354,7 @@ def _sweep(
     measured = timings.measured(sweep)
     work: list[tuple[Shape, list[str]]] = []
     for shape, patterns in items:
-        legal = [runner.name for runner in legal_runners(shape, kinds, options.kernels) if _fits(runner.name, patterns)]
+        legal = [runner.name for runner in legal_runners(shape, kinds, options.kernels) if _alike(runner.name, patterns)]
         calls = {name: (name, shape.m, shape.n, shape.k, shape.groups) for name in legal}
         wanted = [name for name, call in calls.items() if call not in measured]
         # A list may have a shape twice.

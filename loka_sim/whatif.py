@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,10 +28,11 @@ from loka_sim.dispatch.torchao_plan import convertible, expressible
 from loka_sim.errors import UserError, expected_of_lower_floors
 from loka_sim.fp8_step import Converted
 from loka_sim.garbage import uncollected
-from loka_sim.model_steps import Runs, model_steps
+from loka_sim.model_steps import Runs, StepMaker, model_steps
 from loka_sim.modelspec import ModelSpec, Site
 from loka_sim.sources import Distributions, distributions, model_spec
 from loka_sim.step_plan import timelines
+from loka_sim.taken_back import taken_back
 from loka_sim.whole_step import Other, as_run_by, borrowed, gemms_in_step, of_step
 from numerics.sizes import is_whole
 from perfmodel import hardware as hardware_module
@@ -275,18 +276,19 @@ def whatif(
     exported = as_run_by(EXPORT, times, timing.hardware)
     run, runner = (exported, EXPORT) if chosen == DEFAULT_LIBRARIES else (times, RUNTIME)
     decider, torchao = Decider(run, policy, toolbox), Decider(exported, policy, expressible(torch))
-    decided, accuracies = _decide(spec, shapes, known, decider, torchao, errors)
+    kinds, accuracies = _kinds(spec, shapes, known, errors)
+    others = of_step(spec, timing.hardware)
+    runs = {RECIPE: _runs(as_run_by(RECIPE, times, timing.hardware), bool(others), timing, RECIPE)}
+    runs["decision"] = _runs(run, bool(others), timing, runner)
+    runs["torchao"] = _runs(exported, bool(others), timing, EXPORT)
+    costs = [SiteCost(*entry) for entry in zip(shapes, arounds, accuracies, strict=True)]
+    maker = StepMaker(spec, costs, others, timing, runs, max_mere)
+    decided = _decide(kinds, accuracies, decider, torchao, maker)
     sites = tuple(
         SiteDecision(site, shape, passes, beside, times.sum(beside.rows), known.how(site.name), anew)
         for site, shape, (passes, anew), beside in zip(spec.sites, shapes, decided, arounds, strict=True)
     )
-    costs = [SiteCost(*entry) for entry in zip(shapes, arounds, accuracies, strict=True)]
-    others = of_step(spec, timing.hardware)
-    runs = {RECIPE: _runs(as_run_by(RECIPE, times, timing.hardware), bool(others), timing, RECIPE)}
-    runs["decision"] = _runs(run, bool(others), timing, runner)
-    if any(site.torchao for site in sites):
-        runs["torchao"] = _runs(exported, bool(others), timing, EXPORT)
-    steps, fp8 = model_steps(spec, costs, sites, decider, torch, others, timing, runs)
+    steps, fp8 = model_steps(maker, sites, decider.toolbox, torch)
     return WhatIf(
         settings, spec, _hardware(timing), known, sites, steps, exchanged, times, decider.toolbox, parallel, others, fp8,
         runs["decision"], host_step_us, borrowed(timing.hardware) if others else {},
@@ -347,21 +349,36 @@ _Decisions = tuple[dict[str, PassDecision], dict[str, PassDecision] | None]
 """Of a site: as decided, and as torchao must run it where it cannot run that."""
 
 
-def _decide(
-    spec: ModelSpec, shapes: Sequence[SiteShape], known: Distributions, decider: Decider, torchao: Decider, errors: Errors
-) -> tuple[list[_Decisions], list[Accuracies]]:
-    """Decisions and predicted errors per site; sites that are alike are decided once."""
+_Kind = tuple[SiteShape, int, bool]
+"""What sites are decided by: their shape, statistics, whether torchao can convert them. Those that are alike are decided once."""
+
+
+def _kinds(
+    spec: ModelSpec, shapes: Sequence[SiteShape], known: Distributions, errors: Errors
+) -> tuple[list[_Kind], list[Accuracies]]:
+    """Of each site its kind, and the predicted errors of its FP8 kernels."""
     distributions = [known.of(site.name) for site in spec.sites]
     accuracies = errors.of_sites(list(zip(shapes, distributions, strict=True)))
-    keys = [
+    kinds = [
         (shape, id(statistics), convertible(site.name, site.op, site.weight))
         for site, shape, statistics in zip(spec.sites, shapes, distributions, strict=True)
     ]
-    alike = {key: (shape, found) for key, shape, found in zip(keys, shapes, accuracies, strict=True)}
+    return kinds, accuracies
+
+
+def _decide(
+    kinds: Sequence[_Kind], accuracies: Sequence[Accuracies], decider: Decider, torchao: Decider, maker: StepMaker
+) -> list[_Decisions]:
+    """Decisions per site: each by itself, without what the whole step would be longer for."""
+    alike = {kind: (kind[0], found) for kind, found in zip(kinds, accuracies, strict=True)}
     decided = dict(zip(alike, decider.decide(list(alike.values())), strict=True))
-    again = [key for key, passes in decided.items() if key[2] and _beyond(passes, torchao.toolbox)]
-    anew = dict(zip(again, torchao.decide([alike[key] for key in again]), strict=True))
-    return [(decided[key], anew.get(key)) for key in keys], accuracies
+    if maker.others:
+        longer_us = taken_back(kinds, decided, partial(maker.told, toolbox=decider.toolbox))
+        again = [kind for kind in alike if kind in longer_us]
+        decided |= zip(again, decider.decide([alike[kind] for kind in again], [longer_us[kind] for kind in again]), strict=True)
+    again = [kind for kind, passes in decided.items() if kind[2] and _beyond(passes, torchao.toolbox)]
+    anew = dict(zip(again, torchao.decide([alike[kind] for kind in again]), strict=True))
+    return [(decided[kind], anew.get(kind)) for kind in kinds]
 
 
 def _beyond(passes: Mapping[str, PassDecision], torchao: Toolbox) -> bool:

@@ -1,7 +1,8 @@
 """torch's GEMMs on Hopper: `torch.mm`, `torch.bmm` and `torch._scaled_mm` in its scalings, all with bf16 results.
 
 bf16 in every layout of its operands; FP8's as `torch._scaled_mm` wants them: the left one (M, K) row-major, the right one
-(K, N) column-major, which is an (N, K) row-major tensor transposed. Timings use unit scales: the kernels do the same work whatever the scale.
+(K, N) column-major, which is an (N, K) row-major tensor transposed. Timings use unit scales: the kernels do the same work
+whatever the scale.
 """
 
 from __future__ import annotations
