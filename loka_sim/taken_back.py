@@ -8,7 +8,7 @@ doubtful whether the whole step gains, it is told anew without the FP8 of each k
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from loka_sim.dispatch.candidates import Assignment, Row
@@ -52,15 +52,23 @@ def taken_back(
         return {}
     all_us = with_all.whole.us
 
-    def longer_us(without: Collection[Launched]) -> float:
-        whole = step(without).whole
+    def whole_us(without: Iterable[Launched]) -> float:
+        whole = step(set(without)).whole
         assert whole is not None
-        return all_us - whole.us
+        return whole.us
 
     # Where they are many, those that gain most by themselves are looked at together.
     ordered = sorted(gains_us, key=lambda rows: gains_us[rows])
-    parts = [[rows] for rows in ordered[: MOST_KINDS - 1]] + ([rest] if (rest := ordered[MOST_KINDS - 1 :]) else [])
-    found = {rows: us for part in parts if (us := longer_us(part)) > 0 for rows in part}
-    if len(found) < len(ordered) and (all_of_them := longer_us(ordered)) > (longer_us(list(found)) if found else 0.0):
-        found = {rows: found.get(rows, all_of_them) for rows in ordered}
+    left = [[rows] for rows in ordered[: MOST_KINDS - 1]] + ([rest] if (rest := ordered[MOST_KINDS - 1 :]) else [])
+    least_us, found = all_us, dict[Launched, float]()
+    while left:
+        # What does not shorten the step now is not asked again.
+        shorter = [(us, part) for part in left if (us := whole_us([*found, *part])) < least_us]
+        if not shorter:
+            break
+        us, part = min(shorter, key=lambda entry: entry[0])
+        found |= dict.fromkeys(part, least_us - us)
+        least_us, left = us, [other for _, other in shorter if other is not part]
+    if (in_bf16_us := whole_us(ordered)) < least_us:
+        found = {rows: found.get(rows, all_us - in_bf16_us) for rows in ordered}
     return {kind: found[rows] for kind, rows in launched.items() if rows in found}
