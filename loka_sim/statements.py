@@ -144,6 +144,7 @@ def _step(answer: WhatIf) -> Iterable[Statement]:
     if answer.others:
         yield "note", (f"{dense} Whole: every kernel of the compiled forward and backward as one CUDA graph, in bf16 but for "
                        "what FP8 takes; tables' rows updated in place; update with AdamW in bf16.")  # fmt: skip
+        yield from _taken_back(answer)
         yield from _unsure(answer)
         yield from _host(answer)
         here = written(answer.hardware["name"])
@@ -159,6 +160,16 @@ def _step(answer: WhatIf) -> Iterable[Statement]:
     why = f" ({answer.spec.untraced})" if answer.spec.untraced else ""
     yield "note", (f"{dense} Copies, concatenations, the loss, the optimizer and embedding look-ups are not in it, and the whole "
                    f"step is not predicted: the model's specification does not list its other kernels{why}.")  # fmt: skip
+
+
+def _taken_back(answer: WhatIf) -> Iterable[Statement]:
+    """Sites that stay in bf16 because the whole step is longer with their FP8."""
+    found = [site for site in answer.sites if site.longer_us is not None]
+    if found:
+        names = ", ".join(site.site.name for site in found[:3]) + (", ..." if len(found) > 3 else "")
+        number = f"{len(found)} site{'s' if len(found) > 1 else ''}"
+        yield "note", (f"In bf16 though FP8 would gain there by itself: {number} ({names}). As torch.compile fuses their "
+                       "quantization the whole step is longer with it.")  # fmt: skip
 
 
 def _unsure(answer: WhatIf) -> Iterable[Statement]:
