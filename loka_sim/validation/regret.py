@@ -85,6 +85,8 @@ def policies_of(answers: Mapping[str, WhatIf]) -> dict[str, Launched]:
 def regrets(answer: WhatIf, measured: Times, policies: Mapping[str, Launched]) -> Regrets:
     """Price policies with measured times.
 
+    Sites whose FP8 was taken back for the whole step (`loka_sim.taken_back`) are left out: by themselves they would gain.
+
     Args:
         answer: Whose sites, and predicted errors, are meant.
         measured: Measured launches.
@@ -96,6 +98,8 @@ def regrets(answer: WhatIf, measured: Times, policies: Mapping[str, Launched]) -
     counted, having, passes, best_us = 0, 0, 0, 0.0
     totals: dict[str, float] = defaultdict(float)
     for index, site in enumerate(answer.sites):
+        if site.longer_us is not None:
+            continue
         legal = {name: legal_fp8(site.shape, name, toolbox) for name in site.shape.names}
         if not any(legal.values()):
             continue

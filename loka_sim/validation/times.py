@@ -94,7 +94,7 @@ def unseen_times(answer: WhatIf, refinement: Any) -> Times:
 
 
 def decided_unseen(answer: WhatIf, times: Times) -> list[tuple[Row, ...]]:
-    """Launches of a model's sites, decided anew by other times."""
+    """Launches of a model's sites, decided anew by other times; what was taken back for the whole step stays so."""
     decider = Decider(times, Policy(answer.settings.max_mere, answer.settings.min_speedup), answer.toolbox)
     keys, distinct = [], {}
     for site in answer.sites:
@@ -108,7 +108,9 @@ def decided_unseen(answer: WhatIf, times: Times) -> list[tuple[Row, ...]]:
         distinct[keys[-1]] = site.shape, accuracies
     assignments = zip(distinct, decider.assignments(list(distinct.values())), strict=True)
     launched = {key: flat(launches(key[0], assignment, decider.toolbox)) for key, assignment in assignments}
-    return [launched[key] for key in keys]
+    return [
+        launched[key] if site.longer_us is None else site.shape.bf16_rows for key, site in zip(keys, answer.sites, strict=True)
+    ]
 
 
 def of_decision(decided: Sequence[tuple[Row, ...]], times: Times, measured: Times) -> dict[str, Any]:
