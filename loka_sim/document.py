@@ -123,8 +123,8 @@ def verdict(answer: WhatIf) -> str:
     counts = Counter(decided.status for site in answer.sites for decided in site.passes.values())
     if counts["unsafe"]:
         return f"FP8 does not pay at batch {batch}: where it would be faster, it is too inaccurate"
-    if any(site.longer_us is not None for site in answer.sites):
-        return f"FP8 does not pay at batch {batch}: where it would be faster by itself, the whole step is longer with it"
+    if any(site.step_gain_us is not None for site in answer.sites):
+        return f"FP8 does not pay at batch {batch}: where it would be faster by itself, the whole step is not, or not enough"
     if counts["not_worth_it"]:
         return f"FP8 does not pay at batch {batch}: no GEMM is surely faster once its operands are quantized"
     return f"FP8 does not pay at batch {batch}: no GEMM can run in it"
@@ -211,7 +211,7 @@ def _site(decision: SiteDecision, times: Times) -> dict[str, Any]:
         "speedup": decision.bf16_us / decision.predicted_us,
         "around_us": decision.around_us,
         "stored_transposed": sorted(decision.shape.stored_transposed),
-        **({} if decision.longer_us is None else {"longer_us": decision.longer_us}),
+        **({} if decision.step_gain_us is None else {"step_gain_us": decision.step_gain_us}),
         "passes": {
             name: {
                 **_pass(

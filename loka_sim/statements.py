@@ -163,13 +163,13 @@ def _step(answer: WhatIf) -> Iterable[Statement]:
 
 
 def _taken_back(answer: WhatIf) -> Iterable[Statement]:
-    """Sites that stay in bf16 because the whole step is longer with their FP8."""
-    found = [site for site in answer.sites if site.longer_us is not None]
+    """Sites that stay in bf16 for what the whole step would gain by their FP8."""
+    found = [site for site in answer.sites if site.step_gain_us is not None]
     if found:
         names = ", ".join(site.site.name for site in found[:3]) + (", ..." if len(found) > 3 else "")
         number = f"{len(found)} site{'s' if len(found) > 1 else ''}"
         yield "note", (f"In bf16 though FP8 would gain there by itself: {number} ({names}). As torch.compile fuses their "
-                       "quantization the whole step is longer with it.")  # fmt: skip
+                       "quantization the whole step is longer with it, or not enough shorter.")  # fmt: skip
 
 
 def _unsure(answer: WhatIf) -> Iterable[Statement]:

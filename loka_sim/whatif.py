@@ -98,8 +98,8 @@ class SiteDecision:
         statistics: Its distributions were found by `exact` name, by `role`, or are `assumed`.
         torchao: What its passes run where torchao's conversion must, decided anew; None where it can run `passes`, or can
             convert no pass of the site.
-        longer_us: Where FP8 would gain by itself and the site stays in bf16, by how much the whole step is longer with it at such
-            sites (`taken_back`); None elsewhere.
+        step_gain_us: Where FP8 would gain by itself and the site stays in bf16, what the whole step would gain by
+            it at such sites (`taken_back`): less than nothing, or not enough; None elsewhere.
     """
 
     site: Site
@@ -109,7 +109,7 @@ class SiteDecision:
     around_us: float
     statistics: str
     torchao: Mapping[str, PassDecision] | None = None
-    longer_us: float | None = None
+    step_gain_us: float | None = None
 
     @property
     def bf16_us(self) -> float:
@@ -288,8 +288,8 @@ def whatif(
     maker = StepMaker(spec, costs, others, timing, runs, max_mere)
     decided = _decide(kinds, accuracies, decider, torchao, maker)
     sites = tuple(
-        SiteDecision(site, shape, passes, beside, times.sum(beside.rows), known.how(site.name), anew, longer_us)
-        for site, shape, (passes, anew, longer_us), beside in zip(spec.sites, shapes, decided, arounds, strict=True)
+        SiteDecision(site, shape, passes, beside, times.sum(beside.rows), known.how(site.name), anew, step_gain_us)
+        for site, shape, (passes, anew, step_gain_us), beside in zip(spec.sites, shapes, decided, arounds, strict=True)
     )
     steps, fp8 = model_steps(maker, sites, decider.toolbox, torch)
     return WhatIf(
@@ -349,7 +349,7 @@ def _largest(sizes: Sequence[int]) -> int:
 
 
 _Decisions = tuple[dict[str, PassDecision], dict[str, PassDecision] | None, float | None]
-"""Of a site: as decided, as torchao must run it where it cannot run that, and `SiteDecision.longer_us`."""
+"""Of a site: as decided, as torchao must run it where it cannot run that, and `SiteDecision.step_gain_us`."""
 
 
 _Kind = tuple[SiteShape, int, bool]
@@ -375,12 +375,13 @@ def _decide(
     """Decisions per site: each by itself, without what the whole step would be longer for."""
     alike = {kind: (kind[0], found) for kind, found in zip(kinds, accuracies, strict=True)}
     decided = dict(zip(alike, decider.decide(list(alike.values())), strict=True))
-    longer_us = taken_back(kinds, decided, partial(maker.told, toolbox=decider.toolbox)) if maker.others else {}
-    again = [kind for kind in alike if kind in longer_us]
-    decided |= zip(again, decider.decide([alike[kind] for kind in again], [longer_us[kind] for kind in again]), strict=True)
+    told, least = partial(maker.told, toolbox=decider.toolbox), decider.policy.min_speedup
+    back = taken_back(kinds, decided, told, least) if maker.others else {}
+    again = [kind for kind in alike if kind in back]
+    decided |= zip(again, decider.decide([alike[kind] for kind in again], [back[kind] for kind in again]), strict=True)
     again = [kind for kind, passes in decided.items() if kind[2] and _beyond(passes, torchao.toolbox)]
     anew = dict(zip(again, torchao.decide([alike[kind] for kind in again]), strict=True))
-    return [(decided[kind], anew.get(kind), longer_us.get(kind)) for kind in kinds]
+    return [(decided[kind], anew.get(kind), back.get(kind)) for kind in kinds]
 
 
 def _beyond(passes: Mapping[str, PassDecision], torchao: Toolbox) -> bool:

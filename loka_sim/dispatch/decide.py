@@ -144,23 +144,23 @@ class Decider:
         return [each.kernels(place) for each, place in zip(costs, places, strict=True)]
 
     def decide(
-        self, sites: Sequence[tuple[SiteShape, Accuracies]], longer_us: Sequence[float | None] | None = None
+        self, sites: Sequence[tuple[SiteShape, Accuracies]], step_gain_us: Sequence[float | None] | None = None
     ) -> list[dict[str, PassDecision]]:
         """Decide what each pass of each site runs.
 
         Args:
             sites: The GEMMs of each at a batch, and the predicted error of every legal FP8 kernel of every pass.
-            longer_us: Of a site that stays in bf16 because the whole step is longer with its FP8, by how much; None for others.
+            step_gain_us: Of a site that stays in bf16 for what the whole step gains by its FP8, that; None for others.
 
         Returns:
             Of each the decision per pass, in the order they run.
         """
         costs = self.costs(shape for shape, _ in sites)
         unsafe = [self._inaccurate(accuracies) for _, accuracies in sites]
-        longer = longer_us or [None] * len(sites)
+        back = step_gain_us or [None] * len(sites)
         places = [
             place if us is None else each.structure.bf16
-            for each, place, us in zip(costs, _best(costs, unsafe), longer, strict=True)
+            for each, place, us in zip(costs, _best(costs, unsafe), back, strict=True)
         ]
         reckless = list(places)
         dared = [number for number, some in enumerate(unsafe) if some]
@@ -169,7 +169,7 @@ class Decider:
         added = _added(costs, places)
         return [
             self._decision(*entry)
-            for entry in zip(costs, (accuracies for _, accuracies in sites), unsafe, places, reckless, added, longer, strict=True)
+            for entry in zip(costs, (accuracies for _, accuracies in sites), unsafe, places, reckless, added, back, strict=True)
         ]
 
     def _decision(
@@ -180,7 +180,7 @@ class Decider:
         place: Place,
         dared: Place,
         added: list[Time],
-        longer_us: float | None,
+        step_gain_us: float | None,
     ) -> dict[str, PassDecision]:
         """A site's decision per pass.
 
@@ -191,7 +191,7 @@ class Decider:
             place: What it runs.
             dared: What it would run were errors no matter.
             added: What each kernel of each pass adds to it.
-            longer_us: By how much the whole step is longer with its FP8, where that is why it has none.
+            step_gain_us: What the whole step gains by its FP8, where that is why it has none.
         """
         shape, options = costs.shape, costs.structure.options
         decided, reckless, stays = costs.kernels(place), costs.kernels(dared), shape.bf16()
@@ -212,7 +212,7 @@ class Decider:
             others = [c for c in candidates if c.total is not None and c.kernel != kernel]
             safe = [c for c in others if (name, c.kernel) not in unsafe] if unsafe else others
             runner_up = min(safe, key=lambda c: (c.total, c.kernel), default=None)
-            explained = _Explained(costs, place, axis, status, candidates, runner_up, longer_us)
+            explained = _Explained(costs, place, axis, status, candidates, runner_up, step_gain_us)
             shared = shared_tensors(shape, decided, name, self.toolbox) if status == FAST else ()
             result[name] = PassDecision(
                 status, kernel, launched[name], makers[name], self.times.interval(launched[name]),
@@ -291,7 +291,7 @@ class _Explained:
     status: str
     candidates: tuple[Candidate, ...]
     runner_up: Candidate | None
-    longer_us: float | None
+    step_gain_us: float | None
 
     def reason(self, limit: float, reckless: str, shared: tuple[str, ...]) -> str:
         """Why a pass runs what it runs.
@@ -329,10 +329,12 @@ class _Explained:
         place[self.axis] = self.costs.structure.options[self.axis].index(runner_up.kernel)
         shortfall = self.costs.shortfall(tuple(place))
         assert runner_up.total is not None
-        if shortfall is None and self.longer_us is not None:
+        if shortfall is None and self.step_gain_us is not None:
+            change = "longer" if self.step_gain_us <= 0 else "less, which is not enough,"
             return (
                 f"{runner_up.kernel} would take {runner_up.total.us:.1f} us instead of {bf16.us:.1f} us by itself, but as "
-                f"torch.compile fuses its quantization the whole step takes {self.longer_us:.1f} us longer with FP8 at such sites"
+                f"torch.compile fuses its quantization the whole step takes {abs(self.step_gain_us):.1f} us {change} with FP8 at "
+                "such sites"
             )
         if shortfall is None:
             return f"the site is faster as decided than with {runner_up.kernel} here"

@@ -98,7 +98,7 @@ def regrets(answer: WhatIf, measured: Times, policies: Mapping[str, Launched]) -
     counted, having, passes, best_us = 0, 0, 0, 0.0
     totals: dict[str, float] = defaultdict(float)
     for index, site in enumerate(answer.sites):
-        if site.longer_us is not None:
+        if site.step_gain_us is not None:
             continue
         legal = {name: legal_fp8(site.shape, name, toolbox) for name in site.shape.names}
         if not any(legal.values()):

@@ -109,7 +109,7 @@ def decided_unseen(answer: WhatIf, times: Times) -> list[tuple[Row, ...]]:
     assignments = zip(distinct, decider.assignments(list(distinct.values())), strict=True)
     launched = {key: flat(launches(key[0], assignment, decider.toolbox)) for key, assignment in assignments}
     return [
-        launched[key] if site.longer_us is None else site.shape.bf16_rows for key, site in zip(keys, answer.sites, strict=True)
+        launched[key] if site.step_gain_us is None else site.shape.bf16_rows for key, site in zip(keys, answer.sites, strict=True)
     ]
 
 
