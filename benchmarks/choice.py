@@ -18,18 +18,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from zoo_across import with_across
 
 import perfmodel
 from loka_sim.dispatch.baselines import filter_rowwise, filter_tensorwise, is_linear
 from loka_sim.resolve import resolve_model
 from loka_sim.zoo import NAMES
-from perfmodel.data_folder import data_folder
 from perfmodel.fit import read_timings
-from perfmodel.kernels import ACROSS, BF16, GEMM_KERNELS, K_FASTEST, KERNELS, Layout, laid
+from perfmodel.kernels import BF16, GEMM_KERNELS, K_FASTEST, KERNELS, Layout, laid
 from perfmodel.roofline import roofline_us
 
 Row = tuple[str, int, int, int]
-SIZES = ["m", "n", "k"]
 LIES: dict[str, Layout] = {"output": K_FASTEST, "grad_input": ("row", "row"), "grad_weight": ("column", "row")}
 """How a linear layer's passes read their operands in bf16."""
 
@@ -68,23 +67,11 @@ def calls() -> dict[Call, int]:
     return found
 
 
-def read_across(bf16: pd.DataFrame) -> pd.DataFrame:
-    """Products that read an operand across, as timings of them with K fastest and the run that timed both have it."""
-    run = pd.read_parquet(data_folder() / "h200" / "across" / "gemm.parquet").set_index([*SIZES, "kernel"])["p50_us"].unstack()
-    found = []
-    for layout in ACROSS:
-        ratio = (run[laid(BF16, layout)] / run[BF16]).rename("ratio").dropna()
-        timed = bf16.join(ratio, on=SIZES, how="inner")
-        found.append(timed[SIZES].assign(kernel=laid(BF16, layout), p50_us=timed["p50_us"] * timed["ratio"]))
-    return pd.concat(found, ignore_index=True)
-
-
 def main() -> int:
     """Print the table."""
     model = perfmodel.load("h200")
     zoo = read_timings("h200")
-    zoo = zoo[(zoo["sweep"] == "zoo") & (zoo["groups"] == 1) & zoo["kernel"].str.startswith("torch/")]
-    zoo = pd.concat([zoo[["kernel", *SIZES, "p50_us"]], read_across(zoo[zoo["kernel"] == BF16])], ignore_index=True)
+    zoo = with_across(zoo[(zoo["sweep"] == "zoo") & (zoo["groups"] == 1) & zoo["kernel"].str.startswith("torch/")])
     keys: list[Row] = list(zip(zoo["kernel"], zoo["m"], zoo["n"], zoo["k"], strict=True))
     measured = dict(zip(keys, zoo["p50_us"], strict=True))
     learned = dict(zip(keys, model.predict_together(zoo)["time_us"], strict=True))

@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 
 import pandas
+from zoo_across import with_across
 
 import loka_sim
 from loka_sim.dispatch.candidates import launches
@@ -59,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--calibration")
     options = parser.parse_args(arguments)
     timings = pandas.concat(pandas.read_parquet(data_folder() / "h200" / f"{family}.parquet") for family in ("gemm", "memory"))
-    measured = measured_times(timings[timings["sweep"] == "zoo"])
+    measured = measured_times(with_across(timings[timings["sweep"] == "zoo"]))
     print(f"{'':51s}{'dense step, predicted':34s}{'GEMMs and quantization, measured':>34s}")
     print(f"{'model':14s}{'batch':>7s}  {'libraries':18s}{'us':>10s}  {'against bf16':22s}{'us':>10s}{'bf16':>8s}{'sites':>12s}")
     for model in options.models:

@@ -165,12 +165,14 @@ def steps(documents: Sequence[dict[str, Any]]) -> str:
 
 def swept() -> str:
     """Decisions of the shipped time model, and what a user would do without them, priced by the sweep `zoo`."""
+    from zoo_across import with_across
+
     from loka_sim.resolve import zoo_names
     from loka_sim.validation.regret import measured_times, policies_of, regrets
     from loka_sim.whatif import whatif
     from perfmodel.measured import read_timings
 
-    times = measured_times(read_timings("h200").query("sweep == 'zoo'"))
+    times = measured_times(with_across(read_timings("h200").query("sweep == 'zoo'")))
     rows = []
     for name in zoo_names():
         answer = whatif(name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
+import sys
 from typing import Any
 
 import numpy as np
@@ -22,17 +22,17 @@ import perfmodel
 from perfmodel import hardware as hardware_module
 from perfmodel.calls import columns_of
 from perfmodel.data_folder import data_folder
-from perfmodel.hardware import HardwareSpec
 from perfmodel.kernels import ACROSS, BF16, BF16_BATCHED, K_FASTEST, Layout
-from perfmodel.layouts import FILE, MANIFEST, SCHEMA_VERSION, are_even, both_ways, column, features, model_file
+from perfmodel.layouts import FILE, MANIFEST, SCHEMA_VERSION, are_even, column, features, model_file
 from perfmodel.packed import pack
+from perfmodel.saved import write_whole
 from perfmodel.slim import slim
 
 Array = npt.NDArray[np.float64]
 
-ROUNDS = 500
+ROUNDS = 900
 PARAMETERS: dict[str, Any] = {
-    "objective": "reg:pseudohubererror", "huber_slope": 0.3, "base_score": 0.0, "eta": 0.08, "max_depth": 9,
+    "objective": "reg:pseudohubererror", "huber_slope": 0.3, "base_score": 0.0, "eta": 0.04, "max_depth": 9,
     "min_child_weight": 8, "subsample": 0.8, "colsample_bytree": 0.5, "max_bin": 512, "tree_method": "hist", "seed": 0,
 }  # fmt: skip
 CAREFUL_WEIGHT = 3.0
@@ -83,22 +83,21 @@ def judged(rows: pd.DataFrame, alone: Array, factor: Array, layout: Layout) -> l
     return found
 
 
-def fit(rows: pd.DataFrame, model: perfmodel.PerfModel, spec: HardwareSpec, folder: Path) -> list[dict[str, Any]]:
-    """Learn, judge and write every layout's trees; returns what `judged` says of products that were timed with care."""
+def fit(rows: pd.DataFrame, model: perfmodel.PerfModel) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    """Learn and judge every layout's trees: what `judged` says of products that were timed with care, and files by name."""
     sizes = columns_of(rows)
-    alone, turned = both_ways(model, sizes)
-    names, matrix = features(sizes, alone, turned, spec)
+    names, matrix = features(sizes, model)
     careful = rows["careful"].to_numpy(dtype=bool)
     kernels = np.where(rows.loc[careful, "groups"] > 1, BF16_BATCHED, BF16)
     asked = model.predict(rows.loc[careful, SIZES].assign(kernel=kernels))[["time_us", "low_us", "high_us"]].to_numpy()
-    found = []
+    found, files = [], {}
     for layout in ACROSS:
+        print(f"products of layout {'_'.join(layout)} ...", file=sys.stderr, flush=True)
         booster = train(rows[~careful], matrix[~careful], names, layout)
         factor = np.exp(booster.inplace_predict(matrix[careful]).astype(np.float64))
         found += judged(rows[careful], asked, factor, layout)
-        saved = pack(slim(train(rows, matrix, names, layout)))
-        (folder / model_file(layout)).write_bytes(saved)
-    return found
+        files[model_file(layout)] = pack(slim(train(rows, matrix, names, layout)))
+    return found, files
 
 
 def main() -> int:
@@ -110,12 +109,13 @@ def main() -> int:
     if not (folder / FILE).is_file():
         parser.error(f"{folder / FILE} is not there; measure it with: python -m hil.layouts --out {folder}")
     rows = pd.read_parquet(folder / FILE)
-    found = fit(rows, perfmodel.load(options.hardware), hardware_module.load(options.hardware), folder / "models")
+    found, files = fit(rows, perfmodel.load(options.hardware))
     manifest = {
         "schema_version": SCHEMA_VERSION, "hardware": options.hardware,
         "command": f"python -m perfmodel.fit_layouts --hardware {options.hardware}", "products": len(rows), "judged": found,
     }  # fmt: skip
-    (folder / "models" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    for name, content in (*files.items(), (MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())):
+        write_whole(folder / "models" / name, content)
     told = f"{'as K fastest':20s} {'told in it':30s} inside  factor alone"
     print(f"{'layout':14s} {'':8s} {'sizes':7s} {'n':>5s}   {told}")
     for entry in found:

@@ -2,8 +2,8 @@
 
 `torch/bf16` and `torch/bf16_batched` are timed and learned with K fastest in both operands, as a layer's output reads its input
 and its weight. A gradient reads one of them, or both, across: cuBLAS has other kernels for that, and where sizes are odd far
-older ones. Trees of a layout say by which factor, by the sizes, and by what the product and its transpose take with K fastest
-(`perfmodel.fit_layouts`, from `hil.layouts`).
+older ones. Trees of a layout say by which factor, by the sizes, by what the product and its transpose take with K fastest, and by
+which kernel cuBLAS takes for them then (`perfmodel.fit_layouts`, from `hil.layouts`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from perfmodel import hardware as hardware_module
+from perfmodel.calls import of_calls
+from perfmodel.choice import asked, chosen_features
 from perfmodel.data_folder import data_folder
 from perfmodel.features import alignment, gemm_features, waves
 from perfmodel.hardware import HardwareSpec
@@ -49,16 +51,15 @@ def model_file(layout: Layout) -> str:
     return f"layouts__{layout[0]}_{layout[1]}.ubj.gz"
 
 
-def features(sizes: Sizes, alone_us: Array, turned_us: Array, hardware: HardwareSpec) -> tuple[list[str], Array]:
+def features(sizes: Sizes, model: PerfModel) -> tuple[list[str], Array]:
     """Names and (products, features) matrix of products.
 
     Args:
         sizes: m, n, k and groups, 1-D arrays.
-        alone_us: What they take with K fastest.
-        turned_us: What their transposes, (n, m, k), take so.
-        hardware: The GPU.
+        model: Of kernels' times, and of which kernel cuBLAS takes, with K fastest: for the products and for their transposes.
     """
     m, n, k, groups = sizes
+    hardware, (alone_us, turned_us) = model.hardware, both_ways(model, sizes)
     names, matrix = gemm_features(BF16, m, n, k, groups, hardware)
     moved = moved_bytes(KERNELS[BF16], m, n, k, groups)
     along_m, along_n, along_k = (alignment(size) for size in (m, n, k))
@@ -76,18 +77,37 @@ def features(sizes: Sizes, alone_us: Array, turned_us: Array, hardware: Hardware
         tiles, name = np.ceil(m / tile_m) * np.ceil(n / tile_n) * groups, f"{tile_m}x{tile_n}"
         columns[f"log2_waves_{name}"], columns[f"wave_fill_{name}"] = waves(tiles, hardware.multiprocessors)
         columns[f"tile_fill_{name}"] = groups * m * n / (tiles * tile_m * tile_n)
+    for which, way in (("", sizes), ("turned_", (n, m, k, groups))):
+        chosen, found = _chosen(model, way)
+        columns |= {f"{which}{name}": column for name, column in zip(chosen, found.T, strict=True)}
     return [*names, *columns], np.column_stack([matrix, *columns.values()])
+
+
+def _chosen(model: PerfModel, sizes: Sizes) -> tuple[list[str], Array]:
+    """Names and (products, features) matrix of which kernel cuBLAS is told to take with K fastest, and how sure that is."""
+    names, result, groups = list[str](), np.empty((0, 0)), sizes[3]
+    for kernel, rows in ((BF16, np.flatnonzero(groups == 1)), (BF16_BATCHED, np.flatnonzero(groups > 1))):
+        if not len(rows):
+            continue
+        choice, (m, n, k, some) = model.choice(kernel), of_calls(sizes, rows)
+        assert choice is not None  # every GPU whose layouts were timed has been asked
+        parts, doubt = choice.told(asked(kernel, m, n, k, some, model.hardware))
+        names, columns = chosen_features(parts, m, n, k, some, model.hardware)
+        if not result.size:
+            result = np.empty((len(groups), len(names) + 1))
+        result[rows] = np.column_stack([columns, doubt])
+    return [*names, "chosen_doubt"], result
 
 
 def both_ways(model: PerfModel, sizes: Sizes) -> tuple[Array, Array]:
     """Microseconds with K fastest of products and of their transposes, by a model of kernels' times."""
     m, n, k, groups = sizes
     kernels = np.where(groups > 1, BF16_BATCHED, BF16)
-    asked = {
+    calls = {
         "kernel": np.concatenate([kernels, kernels]).tolist(), "m": np.concatenate([m, n]), "n": np.concatenate([n, m]),
         "k": np.concatenate([k, k]), "groups": np.concatenate([groups, groups]),
     }  # fmt: skip
-    both = np.asarray(model.predict(asked)["time_us"], dtype=np.float64)
+    both = np.asarray(model.predict(calls)["time_us"], dtype=np.float64)
     return both[: len(m)], both[len(m) :]
 
 
@@ -142,14 +162,13 @@ class LayoutModel:
             k: What they contract.
             groups: Products in one call.
         """
-        sizes = tuple(np.asarray(size, dtype=np.float64) for size in (m, n, k, groups))
+        sizes: Sizes = tuple(np.asarray(size, dtype=np.float64) for size in (m, n, k, groups))  # type: ignore[assignment]
         factor, off = np.ones(len(sizes[0])), np.zeros(len(sizes[0]))
         places = {layout: found for layout in ACROSS if len(found := np.flatnonzero([other == layout for other in layouts]))}
         if not places:
             return factor, off
-        asked = np.concatenate(list(places.values()))
-        some = tuple(size[asked] for size in sizes)
-        _, matrix = features(some, *both_ways(self.times, some), self.fitted)
+        some = of_calls(sizes, np.concatenate(list(places.values())))
+        _, matrix = features(some, self.times)
         even, batched = are_even(some), some[3] > 1
         start = 0
         for layout, rows in places.items():

@@ -224,7 +224,8 @@ class PerfModel:
 
         Args:
             frame: Columns `kernel`, `m`, `n`, `k` and optionally `groups` (default 1). For a memory-bound kernel `m` and
-                `k` are the rows and columns of its input and `n` is 1. A DataFrame, or columns by name.
+                `k` are the rows and columns of its input and `n` is 1. A bf16 product reads both operands along K, or as
+                its name says how a (m, k) and b (k, n) lie (`torch/bf16_column_row`). A DataFrame, or columns by name.
 
         Returns:
             Columns `time_us`, `low_us`, `high_us` (a 90% interval, the wider the further a call is from what was measured),
@@ -389,7 +390,8 @@ class PerfModel:
     def _refuse_unknown(self, kernel: str) -> None:
         if not self.knows(kernel):
             known = "has no measurements on" if kernel in KERNELS else "is not a kernel; known on"
-            raise ValueError(f"kernel {kernel!r} {known} {self.hardware.name}: {', '.join(sorted(self.manifest['kernels']))}")
+            names = sorted(filter(self.knows, KERNELS))
+            raise ValueError(f"kernel {kernel!r} {known} {self.hardware.name}: {', '.join(names)}")
 
     def _refuse(self, kernel: str, sizes: Sizes) -> None:
         """Raise where a kernel is not known here or cannot run one of the shapes."""
