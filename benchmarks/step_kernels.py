@@ -56,6 +56,8 @@ LOOKS_UP, REDUCES = {"embedding"}, ("row", "column", "both")
 """Of reductions, what reads by place: rows of a table, of which the account has the whole table."""
 STEP = ("model", "batch", "variant")
 COUNTS = ("step_launches", "step_batched")
+BY_SITE = "by_site"
+"""Of steps: as decided site by site, before the whole step took some of it back (`loka_sim.taken_back`)."""
 MEASURED = ("kind", "table", "kept", "reduced", "bytes", "written", "rescales", "slow", "placed", "us", "left")
 PAIRED = (*COLUMNS, "label", "us", "launches", "staged")
 
@@ -259,6 +261,9 @@ def counted(answer: WhatIf, kernels: Sequence[Fused], gemms: Sequence[Row]) -> t
 
 def recounted(table: pd.DataFrame) -> pd.DataFrame:
     """A table with `step_launches` and `step_batched` anew."""
+    # What was taken back since is decided no more.
+    gone = table["variant"] == BY_SITE
+    table, as_they_are = table[~gone], table[gone]
     steps = table[list(STEP)].drop_duplicates().itertuples(index=False, name=None)
     answers: dict[tuple[str, int], WhatIf] = {}
     found = {}
@@ -268,7 +273,8 @@ def recounted(table: pd.DataFrame) -> pd.DataFrame:
         answer = answers[model, batch]
         found[model, batch, variant] = counted(answer, *predicted_kernels(answer, variant))
     counts = pd.DataFrame([(*step, *numbers) for step, numbers in found.items()], columns=[*STEP, *COUNTS])
-    return table.drop(columns=[name for name in COUNTS if name in table]).merge(counts, on=list(STEP), how="left")
+    anew = table.drop(columns=[name for name in COUNTS if name in table]).merge(counts, on=list(STEP), how="left")
+    return pd.concat([anew, as_they_are], ignore_index=True)
 
 
 def table_of(profile: dict[str, Any], answer: WhatIf) -> pd.DataFrame:
