@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from loka_sim.loops import ACROSS, FETCHED, Lowered, Scheduled
@@ -104,7 +105,12 @@ def _across(first: _Group, second: _Group) -> tuple[int, int] | None:
 
 def _is_cut(column: _Group) -> bool:
     """Whether a reduction across memory is cut into parts, which run over other elements than its input's loops."""
-    kept, reduced = column.space
+    return _in_parts(*column.space)
+
+
+@lru_cache(maxsize=4096)
+def _in_parts(kept: int, reduced: int) -> bool:
+    """Of a column reduction to so many elements, each of so many: asked of the same ones again and again."""
     return bool(stages(["column"], [kept], [reduced], [0])[0] > 1)
 
 
