@@ -32,7 +32,7 @@ class _Alike:
 Launched = tuple[tuple[Row, ...], ...]
 """What each pass of a site launches: sites that launch the same gain the same."""
 
-# Kinds of sites that are looked at one by one: telling a production model's step takes half a second.
+# Kinds of sites that are looked at one by one: telling a production model's step takes a tenth of a second.
 MOST_KINDS = 8
 
 
@@ -54,13 +54,13 @@ def taken_back(
     """
     chosen = {kind: {name: entry.kernel for name, entry in passes.items()} for kind, passes in decided.items()}
     stays = {kind: {name: entry.candidates[0].kernel for name, entry in passes.items()} for kind, passes in decided.items()}
-    number, sites = Counter(kinds), dict[Launched, _Alike]()
+    times, sites = Counter(kinds), dict[Launched, _Alike]()
     launched = {kind: tuple(entry.rows for entry in decided[kind].values()) for kind in decided if chosen[kind] != stays[kind]}
     for kind, rows in launched.items():
         fast = [entry for name, entry in decided[kind].items() if chosen[kind][name] != stays[kind][name]]
         alike = sites.setdefault(rows, _Alike())
-        alike.bf16_us += number[kind] * sum(entry.bf16.us for entry in fast)
-        alike.gain_us += number[kind] * sum(entry.bf16.us - entry.predicted.us for entry in fast)
+        alike.bf16_us += times[kind] * sum(entry.bf16.us for entry in fast)
+        alike.gain_us += times[kind] * sum(entry.bf16.us - entry.predicted.us for entry in fast)
     if not sites:
         return {}
 

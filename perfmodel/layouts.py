@@ -118,13 +118,11 @@ class LayoutModel:
     Attributes:
         folder: Where the trees lie.
         manifest: What they were fitted on, and how far off they were.
-        fitted: The GPU whose products these are.
-        times: Of kernels on that GPU.
+        times: Of kernels on the GPU whose products these are.
     """
 
     folder: Path
     manifest: Mapping[str, Any]
-    fitted: HardwareSpec
     times: PerfModel
 
     @cached_property
@@ -196,4 +194,4 @@ def load(hardware: HardwareSpec) -> LayoutModel | None:
     if found is None:
         return None
     manifest, like = found
-    return LayoutModel(data_folder() / like / "models", manifest, hardware_module.load(like), perfmodel.load(like))
+    return LayoutModel(data_folder() / like / "models", manifest, perfmodel.load(like))

@@ -137,7 +137,7 @@ def test_products_timed_with_care_are_nearer_in_their_layout_than_with_k_fastest
 
 def test_another_gpu_has_those_of_the_nearest():
     h100 = layouts.load(hardware.load("h100"))
-    assert h100 is not None and h100.fitted.name == "h200"
+    assert h100 is not None and h100.times.hardware.name == "h200"
     assert layouts.load(dataclasses.replace(H200, name="b200", capability=(10, 0))) is None
 
 
