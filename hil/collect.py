@@ -105,7 +105,7 @@ def matching(kinds: Sequence[str], patterns: Sequence[str] = ("*",)) -> list[str
 
 
 def _fits(name: str, patterns: Sequence[str]) -> bool:
-    return name in patterns or (KERNELS[name].of is None and _alike(name, patterns))
+    return name in patterns or (not KERNELS[name].across and _alike(name, patterns))
 
 
 def _alike(name: str, patterns: Sequence[str]) -> bool:
@@ -278,7 +278,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the parquet file, extended if it is there")
     parser.add_argument(
-        "--kernels", nargs="+", default=["*"], metavar="PATTERN", help="kernels to measure, as 'fbgemm/*' (default: all)"
+        "--kernels",
+        nargs="+",
+        default=["*"],
+        metavar="PATTERN",
+        help="kernels to measure, as 'fbgemm/*' (default: all; bf16 products that read an operand across by full name alone)",
     )
     parser.add_argument("--count", type=int, default=None, help="shapes to draw (default: the sweep's own)")
     parser.add_argument("--shapes", type=Path, help="CSV with columns m,n,k[,groups,kernels] to measure instead of drawn shapes")

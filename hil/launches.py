@@ -70,7 +70,7 @@ MOST_ROWS = 3_500_000
 TORCH = tuple(
     name
     for name, spec in KERNELS.items()
-    if name.startswith("torch/") and "gemm" in spec.kind and "grouped" not in name and spec.of is None
+    if name.startswith("torch/") and "gemm" in spec.kind and "grouped" not in name and not spec.across
 )
 # Shapes that are launched under one profiler; of the largest calls, whose scales are large, too, and which take long.
 _CHUNK, _LARGE_CHUNK = 800, 80
@@ -276,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [
         name
         for name, spec in KERNELS.items()
-        if "gemm" in spec.kind and spec.of is None and any(fnmatchcase(name, pattern) for pattern in options.kernels)
+        if "gemm" in spec.kind and not spec.across and any(fnmatchcase(name, pattern) for pattern in options.kernels)
     ]
     if not names:
         parser.error(f"--kernels {' '.join(options.kernels)} fits no GEMM; see: loka-sim kernels")

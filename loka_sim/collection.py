@@ -197,7 +197,7 @@ def measure(timings: Path, shares: Shares, left: Callable[[float], float], besid
     from hil.kernels.availability import available_kernels
 
     others = sorted({library_of(name) for name in KERNELS} - {"torch"})
-    gemms = [name for name in available_kernels() if "gemm" in KERNELS[name].kind and KERNELS[name].of is None]
+    gemms = [name for name in available_kernels() if "gemm" in KERNELS[name].kind and not KERNELS[name].across]
     with measuring.Sweeps(timings) as sweeps:
         _say(f"torch's kernels, at most {left(shares.sweeps):.0f} s ...")
         wanted = drawn(("torch/*",))

@@ -15,6 +15,7 @@ from loka_sim.dispatch.steps import RECIPE, SiteCost, Step, step
 from loka_sim.dispatch.torchao_plan import convertible
 from loka_sim.fp8_step import Converted, converted
 from loka_sim.modelspec import ModelSpec
+from loka_sim.step_plan import DECISION
 from loka_sim.whole_step import Other, by_kind
 
 if TYPE_CHECKING:
@@ -102,9 +103,6 @@ class StepMaker:
     def told(self, assignments: Sequence[Mapping[str, str]], toolbox: Toolbox) -> Step:
         """The step as what runs the decision has it, under other assignments."""
         return self.made(DECISION, "", "", assignments, toolbox)[0]
-
-
-DECISION = "decision"
 
 
 def model_steps(

@@ -283,7 +283,7 @@ def whatif(
     others = of_step(spec, timing.hardware)
     runs = {RECIPE: _runs(as_run_by(RECIPE, times, timing.hardware), bool(others), timing, RECIPE)}
     runs["decision"] = _runs(run, bool(others), timing, runner)
-    runs["torchao"] = _runs(exported, bool(others), timing, EXPORT)
+    runs["torchao"] = runs["decision"] if runner == EXPORT else _runs(exported, bool(others), timing, EXPORT)
     costs = [SiteCost(*entry) for entry in zip(shapes, arounds, accuracies, strict=True)]
     maker = StepMaker(spec, costs, others, timing, runs, max_mere)
     decided = _decide(kinds, accuracies, decider, torchao, maker)

@@ -64,6 +64,11 @@ class KernelSpec:
     layout: Layout = K_FASTEST
 
     @property
+    def across(self) -> bool:
+        """Whether it is a bf16 product that reads an operand across: its times follow from those of what it is `of`."""
+        return self.of is not None
+
+    @property
     def is_fp8(self) -> bool:
         """Whether the operands are FP8."""
         return self.recipe_a is not None and self.recipe_a != "bf16"
@@ -235,6 +240,6 @@ KERNELS: dict[str, KernelSpec] = {
 # Kinds of kernels that are bound by memory.
 MEMORY_KINDS = ("quantize", "layout", "pointwise")
 # Those that are learned by themselves.
-GEMM_KERNELS = tuple(name for name, spec in KERNELS.items() if spec.kind == "gemm" and spec.of is None)
+GEMM_KERNELS = tuple(name for name, spec in KERNELS.items() if spec.kind == "gemm" and not spec.across)
 
 LIBRARIES = tuple(dict.fromkeys(map(library_of, KERNELS)))

@@ -92,7 +92,7 @@ def read_timings(hardware: str, folder: Path | None = None) -> pd.DataFrame:
         frame = told_by_runs(path, frame, first)
         frame["settled"], frame["alone"] = settled(frame), timed_alone(path, frame)
         frame = of_a_step(of_one_process(frame, (frame["shared"] & ~frame["alone"]).to_numpy()))
-        modelled = [name in KERNELS and KERNELS[name].kind != "linear" and KERNELS[name].of is None for name in frame["kernel"]]
+        modelled = [name in KERNELS and KERNELS[name].kind != "linear" and not KERNELS[name].across for name in frame["kernel"]]
         unknown = sorted(set(frame["kernel"]) - set(KERNELS))
         if unknown:
             print(f"{path.name}: rows of unknown kernels are left out: {', '.join(unknown)}", file=sys.stderr)

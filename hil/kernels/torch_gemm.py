@@ -90,7 +90,7 @@ def _error(dtype: torch.dtype) -> Callable[[Shape, BufferPool, Any], float]:
 
 
 GEMM_RUNNERS = (
-    *(_bf16(spec) for name, spec in KERNELS.items() if name in (BF16, BF16_BATCHED) or spec.of is not None),
+    *(_bf16(spec) for name, spec in KERNELS.items() if name in (BF16, BF16_BATCHED) or spec.across),
     Runner("torch/fp8_tensorwise_fast", _mm_bytes(1), _bind_scaled("tensorwise", True), _error(E4M3), GEMM_LIMIT),
     Runner("torch/fp8_tensorwise_split", _mm_bytes(1), _bind_scaled("tensorwise", False), _error(E4M3), GEMM_LIMIT),
     Runner("torch/fp8_rowwise_fast", _mm_bytes(1), _bind_scaled("rowwise", True), _error(E4M3), GEMM_LIMIT),

@@ -102,7 +102,7 @@ def model_work(answer: WhatIf, known: Sequence[str]) -> Work:
         for row in (*(row for decided in site.passes.values() for row in decided.rows), *site.around.rows):
             spent[family_of(row), shape_of(row)] += answer.times.of[row].us
     gemms = {name for name in known if FAMILIES[KERNELS[name].kind] == "gemm"}
-    across = {name for name in gemms if KERNELS[name].of is not None}
+    across = {name for name in gemms if KERNELS[name].across}
     kernels: dict[Key, set[str]] = defaultdict(set)
     for row in answer.times.of:
         kernels[family_of(row), shape_of(row)].add(row.kernel)
