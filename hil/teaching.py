@@ -25,6 +25,8 @@ COLUMN = "log2_output_bytes"
 DECAY = 1e-2
 # Of the steps so many, the first, may multiply in bfloat16.
 _COARSE = 0.95
+# Fewer steps are done sooner than compiled.
+LEAST_STEPS = 5_000
 
 Stacked = list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]
 """Weights (networks, inputs, outputs) and biases (networks, 1, outputs) of each layer."""
@@ -232,12 +234,19 @@ def taught(
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=DECAY, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, epochs * in_epoch, pct_start=0.15, cycle_momentum=False)
     step = 0
+
+    def off(index: torch.Tensor, coarsely: bool) -> torch.Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=coarsely):
+            out = _through(layers, x[index])  # type: ignore[arg-type]
+        return loss(out.float(), index)
+
+    # A step is a few hundred small launches, which a GPU waits for: as one compiled graph they are a few dozen.
+    if device.type == "cuda" and epochs * in_epoch >= LEAST_STEPS:
+        off = torch.compile(off, fullgraph=True)
     for _ in range(epochs):
         for index in _batches(known, each, in_epoch):
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=coarse and step < _COARSE * epochs * in_epoch):
-                out = _through(layers, x[index])  # type: ignore[arg-type]
             optimizer.zero_grad()
-            loss(out.float(), index).backward()
+            off(index, coarse and step < _COARSE * epochs * in_epoch).backward()
             optimizer.step()
             schedule.step()
             step += 1
