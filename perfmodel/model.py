@@ -19,7 +19,8 @@ import numpy.typing as npt
 from perfmodel.calls import Columns, Sizes, columns_of, kernels_of, of_calls, places_of
 from perfmodel.choice import Choice
 from perfmodel.compiled import worth_compiling
-from perfmodel.hardware import HardwareSpec
+from perfmodel.data_folder import data_folder
+from perfmodel.hardware import HardwareSpec, serving
 from perfmodel.kernels import BF16, KERNELS, of_kernel
 from perfmodel.network import Network, single_threaded
 from perfmodel.pairs import Agreement, Asked, Pair, agreed_factors, pair_file, pairs_in
@@ -123,8 +124,14 @@ class PerfModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identity of the fitted model and its data."""
-        return hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode()).hexdigest()[:16]
+        """Identity of the fitted model and its data: of kernels, of bf16's other layouts, of what else a step is made of."""
+        from perfmodel import attention, fused, in_step, layouts
+
+        digest = hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode())
+        for file in (attention.FILE, fused.MANIFEST, in_step.FILE, layouts.MANIFEST):
+            if (like := serving(self.hardware, f"models/{file}")) is not None:
+                digest.update((data_folder() / like / "models" / file).read_bytes())
+        return digest.hexdigest()[:16]
 
     @property
     def kernel_files(self) -> list[str]:

@@ -1,5 +1,6 @@
 """Learning a GPU from another's model, on made-up GPUs whose every time is known."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 import perfmodel
 from hil.launches import drawn, takes
 from hil.shapes import memory_shapes
-from perfmodel import learn, transfer
+from perfmodel import hardware, learn, transfer
+from perfmodel import model as model_module
 from perfmodel.fit import fit
 from perfmodel.judge import SHAPE
 
@@ -150,6 +152,19 @@ def test_where_a_fit_began_is_told_by_what_was_learned_not_by_intervals(base, tm
         assert copied.kernels_fingerprint != base.kernels_fingerprint
         (folder / name).write_bytes(whole)
     assert copied.kernels_fingerprint == base.kernels_fingerprint
+
+
+@pytest.mark.parametrize("name", ["attention.json", "fused.json", "in_step.json", "layouts.json"])
+def test_a_model_is_another_with_another_fit_of_what_a_step_is_made_of_beside_kernels(base, tmp_path, monkeypatch, name):
+    shutil.copytree(perfmodel.data_folder() / "h200" / "models", tmp_path / "h200" / "models")
+    shutil.copy(perfmodel.data_folder() / "h200" / "hardware.json", tmp_path / "h200")
+    for module in (hardware, model_module):
+        monkeypatch.setattr(module, "data_folder", lambda: tmp_path)
+    assert replace(base).fingerprint == base.fingerprint
+    path = tmp_path / "h200" / "models" / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), "fitted": "again"}))
+    assert replace(base).fingerprint != base.fingerprint
+    assert replace(base).kernels_fingerprint == base.kernels_fingerprint
 
 
 def test_the_h100_that_ships_began_from_the_h200_that_ships(base):
