@@ -3,14 +3,18 @@
 import random
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hil.asking import KERNELS_ASKED, Recorder
+from hil import choices, teaching
+from hil.asking import KERNELS_ASKED, Recorder, answers
 from hil.kernels import RUNNERS
 from hil.kernels.base import Shape
 from hil.timing import BufferPool
+from perfmodel import hardware
+from perfmodel.choice import PARTS, asked
 from perfmodel.kernels import KERNELS
 
 
@@ -62,3 +66,19 @@ def test_a_call_that_fails_does_not_take_its_neighbours_along():
         assert recorder.names_of_each([lambda: call(0), fails, lambda: call(0)]) == [alone, None, alone]
         with pytest.raises(RuntimeError, match="cannot be captured"):
             recorder.names(fails)
+
+
+def test_compiled_steps_teach_what_others_teach(monkeypatch):
+    rows, spec = answers(("torch/bf16",), 0, 7, np.empty(0, np.uint64), 60.0, 24_000), hardware.load("h200")
+    matrix = asked("torch/bf16", *(rows[name].to_numpy(float) for name in ("m", "n", "k", "groups")), spec)
+    compiled, told = [], []
+    compile_it = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: compiled.append(args) or compile_it(*args, **options))
+    for least in (1, 10**9):
+        monkeypatch.setattr(teaching, "LEAST_STEPS", least)
+        choice, judged = choices.learn("torch/bf16", rows, spec, epochs=30, width=64, experts=2)
+        told.append(choice.told(matrix)[0])
+        assert judged["tile_right"] > 0.3
+    assert len(compiled) == 1
+    assert (told[0] == told[1]).all(axis=1).mean() > 0.8  # sums in another order, over some hundred steps
+    assert (told[0] == rows[list(PARTS)].to_numpy()).all(axis=1).mean() > 0.5
