@@ -4,7 +4,7 @@ from __future__ import annotations
 
 STATUSES = {
     "fast": ("FP8 chosen", "FP8 is surely faster, quantization included, and accurate enough"),
-    "not_worth_it": ("not worth it", "no FP8 kernel is surely faster once quantization is counted, or the whole step does not gain"),
+    "not_worth_it": ("not worth it", "no FP8 kernel is surely faster once quantization is counted, or the step does not gain"),
     "unsafe": ("unsafe", "an FP8 kernel would be faster, and too inaccurate"),
     "illegal": ("illegal", "no FP8 kernel can run this shape or call"),
 }

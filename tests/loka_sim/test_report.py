@@ -60,7 +60,7 @@ def pass_of(rng, m, n, k, max_mere, min_speedup, force=None):
         "reason": {
             "fast": f"{chosen['kernel']} saves {bf16 - chosen['total_us']:.1f} us with its quantization, its error is admitted",
             "unsafe": "the FP8 kernels that would be faster are too inaccurate",
-            "not_worth_it": "no FP8 kernel is surely faster once quantization is counted, or the whole step does not gain",
+            "not_worth_it": "no FP8 kernel is surely faster once quantization is counted, or the step does not gain",
             "illegal": f"no FP8 kernel can run this: N = {n} is no multiple of 16",
         }[status],
         "runner_up": {"kernel": rest[0]["kernel"], "total_us": rest[0]["total_us"], "mere": rest[0]["mere"]} if rest else None,
