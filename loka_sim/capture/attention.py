@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._inductor.fx_passes import fuse_attention
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -18,8 +19,11 @@ class FusedAttention(TorchFunctionMode):
     """Calls torch's fused attention for what it takes; with a mask, say, attention is left to be taken apart."""
 
     def __enter__(self) -> FusedAttention:
-        """Also inside torch's own functions, as `multi_head_attention_forward`, where a mode does not look."""
-        functional.scaled_dot_product_attention = _attended
+        """Also inside torch's own functions, as `multi_head_attention_forward`, where a mode does not look.
+
+        And for products and a softmax that torch.compile takes for attention (its pass `fuse_attention`).
+        """
+        functional.scaled_dot_product_attention = fuse_attention._scaled_dot_product_attention = _attended
         super().__enter__()
         return self
 
@@ -27,6 +31,7 @@ class FusedAttention(TorchFunctionMode):
         """As it was."""
         super().__exit__(*error)
         functional.scaled_dot_product_attention = scaled_dot_product_attention
+        fuse_attention._scaled_dot_product_attention = torch.ops.aten.scaled_dot_product_attention
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a torch function; attention by the operator that has no products in it."""

@@ -13,6 +13,7 @@ from loka_sim.loops import Lowered, Scheduled
 from loka_sim.modelspec import PASSES, Dim, Fused, Gemm, Site
 from loka_sim.step_loops import find_sites, joined, line, phases, without
 from loka_sim.step_loops import written as lines_of
+from perfmodel.attention import FORWARD, sizes_of
 
 DIMS = ("m", "n", "k", "groups")
 
@@ -96,8 +97,8 @@ def fit_fused(
         sites: The GEMMs.
 
     Returns:
-        The kernels in the order of their first, the loops that they are made of (see `loka_sim.step_loops`), the sites with
-        what torch.compile pads, and why there are no kernels where there are none.
+        The kernels in the order of their first, the loops that they are made of (see `loka_sim.step_loops`), the sites that
+        are run as GEMMs with what torch.compile pads, and why there are no kernels where there are none.
     """
     found: dict[Fused, int] = {}
     steps = [joined(run) for run in runs]
@@ -113,7 +114,22 @@ def fit_fused(
     padded, _ = (find_sites(step, sites, batch) for step, batch in zip(steps, batches, strict=True))
     alone = {id(loop) for pair in zip(steps[0].scheduled, steps[1].scheduled, strict=True) for loop in pair if _table_loop(*pair)}
     lines = lines_of([without(step, lambda loop: id(loop) in alone) for step in steps], batches)
-    return [replace(kernel, count=count) for kernel, count in found.items()], lines, [_padded(site, padded) for site in sites], ""
+    run = [_padded(site, padded) for site in sites if not _attended(site, steps[0], batches[0])]
+    return [replace(kernel, count=count) for kernel, count in found.items()], lines, run, ""
+
+
+def _attended(site: Site, step: Lowered, batch: int) -> bool:
+    """Whether a site's product is part of an attention kernel, which torch.compile put in the place of products and a softmax."""
+    if any(loop.site[0] == site.name for loop in step.scheduled):
+        return False
+    product = site.passes["output"]
+    for loop in step.scheduled:
+        if loop.kind == FORWARD:
+            queries, keys, features, _ = sizes_of(loop.label)
+            alike = sorted(product.shape(batch)) == sorted((queries, keys, features))
+            if alike and product.groups.at(batch) * queries == loop.space[0]:
+                return True
+    return False
 
 
 def _padded(site: Site, padded: set[tuple[str, str]]) -> Site:

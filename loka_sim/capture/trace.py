@@ -150,11 +150,13 @@ def _traced(
     """`traced`, once: with what the model makes brought to bf16 and to one device, or as it is."""
     from functorch.compile import aot_function, make_boxed_func
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.post_grad import remove_noop_ops
 
     graphs: dict[str, Lowered] = {}
 
     def keep(which: str) -> Callable[[fx.GraphModule, Any], Any]:
         def compiler(graph: fx.GraphModule, example: Any) -> Any:
+            remove_noop_ops(graph.graph)
             graphs[which] = lower(graph.graph)
             return make_boxed_func(graph.forward)
 
