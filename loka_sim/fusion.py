@@ -18,6 +18,7 @@ from perfmodel.attention import KINDS as ATTENTION
 from perfmodel.memory_plan import stages
 
 MOST_FUSED = 64  # torch._inductor.config.max_fusion_size
+LEAST_SHARED = 10  # bytes: torch._inductor.config.score_fusion_memory_threshold
 # torch._inductor.scheduler.MixOrderReduction, torch 2.11 and 2.13.
 BOTH_WAYS_ELEMENTS, BOTH_WAYS_ROWS, BOTH_WAYS_COLUMNS = 5 * 2**20, 4096, 16 * 1024
 BOTH = "both"
@@ -184,12 +185,12 @@ class _Fusion:
         return [group for group in self.groups if group is not None]
 
     def _same_reads(self, indices: list[int], *kinds: tuple[str, str]) -> None:
-        """Fuse groups that read the same part of a buffer, of all kinds or of these pairs."""
+        """Fuse groups that read the same part of a buffer, if it is more than a number, of all kinds or of these pairs."""
         readers: dict[tuple[int, str], list[int]] = {}
         for index in sorted({self._where(index) for index in indices}):
             group = self.groups[index]
             assert group is not None
-            for key in {key for loop in group.members for key in loop.reads}:
+            for key in {key for loop in group.members for key, access in loop.reads.items() if access.read_bytes >= LEAST_SHARED}:
                 readers.setdefault(key, []).append(index)
         for key in sorted(key for key, found in readers.items() if len(found) > 1):
             found = readers[key]

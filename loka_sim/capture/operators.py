@@ -12,7 +12,9 @@ from loka_sim.loops import ACROSS, TURNED
 from perfmodel.attention import BACKWARD, FORWARD
 
 WHOLE_VIEWS = set("view reshape _unsafe_view unsqueeze squeeze alias detach lift_fresh squeeze_dims permute transpose t".split())
-OTHER_VIEWS = set("select slice split split_with_sizes as_strided diagonal unbind unfold narrow expand getitem".split())
+OTHER_VIEWS = set(
+    "select slice split split_with_sizes as_strided diagonal unbind unfold narrow expand getitem lookup_seed".split()
+)
 VIEWS = WHOLE_VIEWS | OTHER_VIEWS
 GEMMS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 REDUCTIONS = set("sum mean amax amin var_mean var std argmax argmin any all prod logsumexp max min std_mean norm".split())
