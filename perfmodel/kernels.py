@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-Layout = tuple[str, str]
-"""Of operand a (M, K) and of operand b (K, N): `row` or `column`, by what lies next to each other."""
+Layout = tuple[str, ...]
+"""Of operand a (M, K) and of b (K, N): `row` or `column`, by what lies next to each other; behind them `bias` if one is added."""
 
 K_FASTEST: Layout = ("row", "column")
 ACROSS: tuple[Layout, ...] = (("row", "row"), ("column", "row"), ("column", "column"))
 """Layouts of bf16 products that read an operand across, as gradients do: of an input b, of a weight both."""
+BIASED: Layout = (*K_FASTEST, "bias")
+"""A layer's output to which the kernel itself adds a bias for each column: cuBLAS has others for it, and chooses otherwise."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,10 @@ class KernelSpec:
         min_capability: Least CUDA compute capability.
         requires: The distribution that it comes from, as a PEP 508 requirement; None where torch and triton are enough.
         module: What is imported to run it; None likewise.
-        of: The kernel that is the same product with K fastest in both operands, for one that reads an operand across; else None.
-        layout: How the operands of a bf16 product lie: `row` or `column`, as in `loka_sim.modelspec.Gemm`. FP8 takes K fastest.
+        of: The kernel that is the same product with K fastest in both operands and no bias, for one that reads an operand across
+            or adds a bias; else None.
+        layout: How the operands of a bf16 product lie: `row` or `column`, as in `loka_sim.modelspec.Gemm`; `BIASED` says that a
+            bias is added, too. FP8 takes K fastest.
     """
 
     name: str
@@ -65,7 +69,7 @@ class KernelSpec:
 
     @property
     def across(self) -> bool:
-        """Whether it is a bf16 product that reads an operand across: its times follow from those of what it is `of`."""
+        """Whether it is a bf16 product that reads an operand across or adds a bias: its times follow from what it is `of`."""
         return self.of is not None
 
     @property
@@ -147,16 +151,21 @@ def of_kernel(kernel: str) -> str:
 
 
 def laid(kernel: str, layout: Layout) -> str:
-    """The kernel that is a bf16 product (`BF16`, `BF16_BATCHED`) of operands that lie so."""
+    """The kernel that is a bf16 product (`BF16`, `BF16_BATCHED`) of operands that lie so; with a bias, single products alone."""
+    if layout == BIASED:
+        return f"{kernel}_bias"
     return kernel if layout == K_FASTEST else f"{kernel}_{'_'.join(layout)}"
 
 
 def _bf16() -> tuple[KernelSpec, ...]:
-    """Products in bf16 by cuBLAS, single and batched, in each layout of their operands."""
+    """Products in bf16 by cuBLAS, single and batched, in each layout of their operands, and with a bias."""
     return tuple(
         KernelSpec(laid(name, layout), kind, "bf16", "bf16", of=None if layout == K_FASTEST else name, layout=layout)
-        for name, kind in ((BF16, "gemm"), (BF16_BATCHED, "batched_gemm"))
-        for layout in (K_FASTEST, *ACROSS)
+        for name, kind, layouts in (
+            (BF16, "gemm", (K_FASTEST, *ACROSS, BIASED)),
+            (BF16_BATCHED, "batched_gemm", (K_FASTEST, *ACROSS)),
+        )
+        for layout in layouts
     )
 
 

@@ -24,7 +24,7 @@ from perfmodel.data_folder import data_folder
 from perfmodel.features import alignment, gemm_features, waves
 from perfmodel.hardware import HardwareSpec
 from perfmodel.in_step import VECTOR
-from perfmodel.kernels import ACROSS, BF16, BF16_BATCHED, K_FASTEST, KERNELS, Layout
+from perfmodel.kernels import ACROSS, BF16, BF16_BATCHED, BIASED, K_FASTEST, KERNELS, Layout
 from perfmodel.roofline import moved_bytes
 from perfmodel.trees import Trees
 
@@ -36,19 +36,20 @@ Array = npt.NDArray[np.float64]
 
 SCHEMA_VERSION = 2
 FILE, MANIFEST = "layouts.parquet", "layouts.json"
-LAYOUTS = (K_FASTEST, *ACROSS)
+OTHERS = (*ACROSS, BIASED)
+LAYOUTS = (K_FASTEST, *OTHERS)
 # Output tiles of cuBLAS' older kernels, beside those of `features.TILES`.
 _TILES = ((32, 32), (64, 32), (32, 64), (256, 64), (64, 256), (128, 64), (192, 128), (128, 192))
 
 
 def column(layout: Layout) -> str:
     """Of microseconds in a layout, in `FILE`."""
-    return f"{layout[0]}_{layout[1]}_us"
+    return f"{'_'.join(layout)}_us"
 
 
 def model_file(layout: Layout) -> str:
     """File name of a layout's trees inside the models folder."""
-    return f"layouts__{layout[0]}_{layout[1]}.ubj.gz"
+    return f"layouts__{'_'.join(layout)}.ubj.gz"
 
 
 def features(sizes: Sizes, model: PerfModel) -> tuple[list[str], Array]:
@@ -162,7 +163,7 @@ class LayoutModel:
         """
         sizes: Sizes = tuple(np.asarray(size, dtype=np.float64) for size in (m, n, k, groups))  # type: ignore[assignment]
         factor, off = np.ones(len(sizes[0])), np.zeros(len(sizes[0]))
-        places = {layout: found for layout in ACROSS if len(found := np.flatnonzero([other == layout for other in layouts]))}
+        places = {layout: found for layout in OTHERS if len(found := np.flatnonzero([other == layout for other in layouts]))}
         if not places:
             return factor, off
         some = of_calls(sizes, np.concatenate(list(places.values())))

@@ -1,20 +1,21 @@
 """torch's GEMMs on Hopper: `torch.mm`, `torch.bmm` and `torch._scaled_mm` in its scalings, all with bf16 results.
 
-bf16 in every layout of its operands; FP8's as `torch._scaled_mm` wants them: the left one (M, K) row-major, the right one
-(K, N) column-major, which is an (N, K) row-major tensor transposed. Timings use unit scales: the kernels do the same work
-whatever the scale.
+bf16 in every layout of its operands, and with a bias (`torch.addmm`); FP8's as `torch._scaled_mm` wants them: the left one (M, K)
+row-major, the right one (K, N) column-major, which is an (N, K) row-major tensor transposed. Timings use unit scales: the kernels
+do the same work whatever the scale.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from hil.kernels.base import E4M3, GEMM_LIMIT, Runner, Shape, product_error
 from hil.timing import BufferPool
-from perfmodel.kernels import BF16, BF16_BATCHED, KERNELS, KernelSpec
+from perfmodel.kernels import BF16, BF16_BATCHED, BIASED, KERNELS, KernelSpec
 
 
 def _mm_bytes(element: int) -> Callable[[Shape], int]:
@@ -22,8 +23,8 @@ def _mm_bytes(element: int) -> Callable[[Shape], int]:
 
 
 def _bf16(spec: KernelSpec) -> Runner:
-    """`torch.mm` or `torch.bmm` of operands that lie as the kernel's layout says."""
-    batched = spec.kind == "batched_gemm"
+    """`torch.mm`, `torch.addmm` or `torch.bmm` of operands that lie as the kernel's layout says; a bias is one of zeros."""
+    batched, biased = spec.kind == "batched_gemm", spec.layout == BIASED
     by_rows = [lies == "row" for lies in spec.layout]
 
     def operands(shape: Shape, pool: BufferPool, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,6 +38,8 @@ def _bf16(spec: KernelSpec) -> Runner:
 
     def bind(shape: Shape, pool: BufferPool) -> Callable[[int], torch.Tensor]:
         multiply = torch.bmm if batched else torch.mm
+        if biased:
+            multiply = partial(torch.addmm, torch.zeros(shape.n, dtype=torch.bfloat16, device="cuda"))
         return lambda index: multiply(*operands(shape, pool, index))
 
     def error(shape: Shape, pool: BufferPool, result: Any) -> float:

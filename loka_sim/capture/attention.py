@@ -23,7 +23,8 @@ class FusedAttention(TorchFunctionMode):
 
         And for products and a softmax that torch.compile takes for attention (its pass `fuse_attention`).
         """
-        functional.scaled_dot_product_attention = fuse_attention._scaled_dot_product_attention = _attended
+        functional.scaled_dot_product_attention = _attended
+        fuse_attention._scaled_dot_product_attention = _attended  # type: ignore[assignment]
         super().__enter__()
         return self
 
