@@ -10,7 +10,8 @@ did is printed.
 
     python benchmarks/step_kernels.py --recount --out data/h200/step_kernels.parquet
 
-counts the kernels of the steps in the table anew, by the specifications as they are.
+counts the kernels of the steps in the table anew, by the specifications as they are, and calls products by the kernels that add a
+bias where these say so.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import json
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,7 @@ from perfmodel import hardware
 from perfmodel.fused import COLUMNS, baseline_us
 from perfmodel.hardware import DEFAULT
 from perfmodel.in_step import RESCALES, VECTOR, is_counted
-from perfmodel.kernels import K_FASTEST, KERNELS
+from perfmodel.kernels import BF16, BIASED, K_FASTEST, KERNELS, laid
 
 CLOSE = 0.25  # of the logarithm of the bytes
 STAGE = 1024  # elements that the second stage of a sum adds up at most
@@ -54,6 +56,7 @@ SLOW = {"sin", "cos", "random"}  # operators that take longer than most kernels'
 PLACED = {"cat", "slice_scatter"}
 LOOKS_UP, REDUCES = {"embedding"}, ("row", "column", "both")
 """Of reductions, what reads by place: rows of a table, of which the account has the whole table."""
+ADDS_BIAS = laid(BF16, BIASED)
 STEP = ("model", "batch", "variant")
 COUNTS = ("step_launches", "step_batched")
 BY_SITE = "by_site"
@@ -200,8 +203,9 @@ def _add_stage(found: Iterable[dict[str, Any]], row: Any, left: float) -> None:
 def paired_gemms(profile: dict[str, Any], rows: Sequence[Row], alone: Sequence[float]) -> list[dict[str, Any]]:
     """GEMMs with their time, what adds up their parts with them.
 
-    Each launch goes with one row, so that together they are least apart: in precision, in how the operands lie, in whether cuBLAS
-    cleared a counter before, in whether Hopper's own kernels take their sizes, in their times, and in their places in the step.
+    Each launch goes with one row, so that together they are least apart: in precision, in how operands lie, in whether it adds
+    a bias (older kernels do not say it), in whether cuBLAS cleared a counter before, in whether Hopper's own kernels take their
+    sizes, in their times, and in their places in the step.
 
     Args:
         profile: Of the step.
@@ -222,22 +226,23 @@ def paired_gemms(profile: dict[str, Any], rows: Sequence[Row], alone: Sequence[f
         cleared = names[index].startswith("Memset")
     if not ran:
         return []
-    seen = [(name.startswith("nvjet_sm90_q"), _lie(name), counter, "nvjet" in name) for name, counter, _ in ran]
+    seen = [(name.startswith("nvjet_sm90_q"), _lie(name), counter, "nvjet" in name, "_bias_" in name) for name, counter, _ in ran]
     wanted = [
         (
             KERNELS[row.kernel].is_fp8,
             LIE[KERNELS[row.kernel].layout],
             bool(is_counted(*row[:4])),
             not any(size % VECTOR for size in row[1:4]),
+            KERNELS[row.kernel].layout == BIASED,
         )
         for row in rows
     ]
     times = np.array([us for *_, us in ran])
     apart = np.minimum(np.abs(np.log(times[:, None] / np.array(alone)[None, :])), 1.0)
     apart += 3 * np.abs(np.linspace(0, 1, len(ran))[:, None] - np.linspace(0, 1, len(rows))[None, :])
-    for i, (fp8, lie, counter, own) in enumerate(seen):
-        for j, (wants_fp8, wants_lie, batched, even) in enumerate(wanted):
-            apart[i, j] += 100 * (fp8 != wants_fp8) + (counter != batched) + (own != even)
+    for i, (fp8, lie, counter, own, adds) in enumerate(seen):
+        for j, (wants_fp8, wants_lie, batched, even, biased) in enumerate(wanted):
+            apart[i, j] += 100 * (fp8 != wants_fp8) + (counter != batched) + (own != even) + (adds and not biased)
             apart[i, j] += not (batched or fp8) and lie != wants_lie
     # Of a precision of which another number ran than was predicted nothing is known.
     sure = [sum(fp8 == its for its, *_ in seen) == sum(fp8 == wants for wants, *_ in wanted) for fp8 in (False, True)]
@@ -245,7 +250,7 @@ def paired_gemms(profile: dict[str, Any], rows: Sequence[Row], alone: Sequence[f
     return [{**rows[j]._asdict(), "us": float(times[i])} for i, j in pairs if seen[i][0] == wanted[j][0] and sure[wanted[j][0]]]
 
 
-LIE = {K_FASTEST: "tn", ("row", "row"): "nn", ("column", "row"): "nt", ("column", "column"): "tt"}
+LIE = {K_FASTEST: "tn", BIASED: "tn", ("row", "row"): "nn", ("column", "row"): "nt", ("column", "column"): "tt"}
 """How operands lie as cuBLAS says it, the right one first: transposed or not."""
 
 
@@ -260,21 +265,33 @@ def counted(answer: WhatIf, kernels: Sequence[Fused], gemms: Sequence[Row]) -> t
 
 
 def recounted(table: pd.DataFrame) -> pd.DataFrame:
-    """A table with `step_launches` and `step_batched` anew."""
+    """A table with `step_launches` and `step_batched` anew, and with kernels that add a bias where most products of a size do."""
     # What was taken back since is decided no more.
     gone = table["variant"] == BY_SITE
     table, as_they_are = table[~gone], table[gone]
     steps = table[list(STEP)].drop_duplicates().itertuples(index=False, name=None)
     answers: dict[tuple[str, int], WhatIf] = {}
-    found = {}
+    found, biased = {}, set[tuple[Any, ...]]()
     for model, batch, variant in steps:
         if (model, batch) not in answers:
             answers[model, batch] = whatif(model, batch=int(batch))
         answer = answers[model, batch]
-        found[model, batch, variant] = counted(answer, *predicted_kernels(answer, variant))
+        kernels, gemms = predicted_kernels(answer, variant)
+        found[model, batch, variant] = counted(answer, kernels, gemms)
+        times = Counter(gemms)
+        biased |= {
+            (model, batch, *row[1:])
+            for row, number in times.items()
+            if row.kernel == ADDS_BIAS and number >= times[row._replace(kernel=BF16)]
+        }
     counts = pd.DataFrame([(*step, *numbers) for step, numbers in found.items()], columns=[*STEP, *COUNTS])
     anew = table.drop(columns=[name for name in COUNTS if name in table]).merge(counts, on=list(STEP), how="left")
-    return pd.concat([anew, as_they_are], ignore_index=True)
+    table = pd.concat([anew, as_they_are], ignore_index=True)
+    products = table["kernel"].isin([BF16, ADDS_BIAS]).to_numpy()
+    which = ["model", "batch", "m", "n", "k", "groups"]
+    adds = [row in biased for row in table.loc[products, which].itertuples(index=False, name=None)]
+    table.loc[products, "kernel"] = np.where(adds, ADDS_BIAS, BF16)
+    return table
 
 
 def table_of(profile: dict[str, Any], answer: WhatIf) -> pd.DataFrame:

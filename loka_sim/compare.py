@@ -15,6 +15,7 @@ from loka_sim.modelspec import PASSES
 from loka_sim.run_folder import WHATIF
 from loka_sim.schemas import read_document
 from perfmodel.kernels import ACROSS, BF16, BF16_BATCHED, KERNELS, laid
+from perfmodel.layouts import OTHERS
 
 SCHEMA_VERSION = 1
 KIND = "loka-sim/compare"
@@ -118,7 +119,7 @@ def compare(a: str | Path, b: str | Path) -> Comparison:
     times = {Row(*entry[:5]): float(entry[5]) for entry in second["times"]}
     # Documents of older versions took every layout for the one with K fastest.
     for row, us in [(row, us) for row, us in times.items() if row.kernel in (BF16, BF16_BATCHED)]:
-        for layout in ACROSS:
+        for layout in OTHERS if row.kernel == BF16 else ACROSS:
             times.setdefault(row._replace(kernel=laid(row.kernel, layout)), us)
     major, minor = second["hardware"]["capability"]
     # Of A's kernels too, where B knows their times: what B did not consider, it may know all the same.
@@ -185,7 +186,7 @@ def _shape(site: Mapping[str, Any]) -> SiteShape:
     padded = tuple(
         (name, *entry["padded"], entry["groups"]) for name in PASSES if "padded" in (entry := site["passes"].get(name, {}))
     )
-    return SiteShape(passes, frozenset(site["stored_transposed"]), padded)
+    return SiteShape(passes, frozenset(site["stored_transposed"]), padded, site["bias"])
 
 
 def _step(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -1,10 +1,11 @@
-"""Learn what bf16 GEMMs take in the layouts of a training step, and judge it on products that were timed with more care.
+"""Learn what bf16 GEMMs take in the layouts of a training step and with a bias; judge it on products timed with more care.
 
     python -m perfmodel.fit_layouts --hardware h200
 
-Trees on the logarithm of a product's time in a layout over its time with K fastest (`perfmodel.layouts`), from `layouts.parquet`
-(`hil.layouts`). First they learn from the quick timings alone and are judged on the careful ones, whose products are others: by
-themselves, and together with the model of times with K fastest as it ships. Those that are written learn from both.
+Trees on the logarithm of a product's time in a layout, or with a bias, over its time with K fastest and without one
+(`perfmodel.layouts`), from `layouts.parquet` (`hil.layouts`). First they learn from the quick timings alone and are judged on the
+careful ones, whose products are others: by themselves, and together with the model of times with K fastest as it ships. Those
+that are written learn from both.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import perfmodel
 from perfmodel import hardware as hardware_module
 from perfmodel.calls import columns_of
 from perfmodel.data_folder import data_folder
-from perfmodel.kernels import ACROSS, BF16, BF16_BATCHED, K_FASTEST, Layout
-from perfmodel.layouts import FILE, MANIFEST, SCHEMA_VERSION, are_even, column, features, model_file
+from perfmodel.kernels import BF16, BF16_BATCHED, K_FASTEST, Layout
+from perfmodel.layouts import FILE, MANIFEST, OTHERS, SCHEMA_VERSION, are_even, column, features, model_file
 from perfmodel.packed import pack
 from perfmodel.saved import write_whole
 from perfmodel.slim import slim
@@ -69,6 +70,8 @@ def judged(rows: pd.DataFrame, alone: Array, factor: Array, layout: Layout) -> l
     for many in (False, True):
         for lies_evenly in (True, False):
             mine = (batched == many) & (even == lies_evenly)
+            if not mine.any():  # batched products have no bias
+                continue
             off, before, by_factor = (np.abs(us[mine] / measured[mine] - 1) for us in (told, alone[:, 0], timed * factor))
             width = float(np.quantile(np.abs(np.log(timed * factor / measured)[mine]), COVERAGE))
             inside = np.abs(error[mine]) <= np.hypot(np.where(error > 0, up, down)[mine], width)
@@ -88,15 +91,19 @@ def fit(rows: pd.DataFrame, model: perfmodel.PerfModel) -> tuple[list[dict[str, 
     sizes = columns_of(rows)
     names, matrix = features(sizes, model)
     careful = rows["careful"].to_numpy(dtype=bool)
-    kernels = np.where(rows.loc[careful, "groups"] > 1, BF16_BATCHED, BF16)
-    asked = model.predict(rows.loc[careful, SIZES].assign(kernel=kernels))[["time_us", "low_us", "high_us"]].to_numpy()
+    kernels = np.where(rows["groups"] > 1, BF16_BATCHED, BF16)
+    alone = np.full((len(rows), 3), np.nan)
+    asked = rows[SIZES].assign(kernel=kernels)[careful]
+    alone[careful] = model.predict(asked)[["time_us", "low_us", "high_us"]].to_numpy()
     found, files = [], {}
-    for layout in ACROSS:
+    for layout in OTHERS:
         print(f"products of layout {'_'.join(layout)} ...", file=sys.stderr, flush=True)
-        booster = train(rows[~careful], matrix[~careful], names, layout)
-        factor = np.exp(booster.inplace_predict(matrix[careful]).astype(np.float64))
-        found += judged(rows[careful], asked, factor, layout)
-        files[model_file(layout)] = pack(slim(train(rows, matrix, names, layout)))
+        timed = rows[column(layout)].notna().to_numpy()
+        quick, slow = timed & ~careful, timed & careful
+        booster = train(rows[quick], matrix[quick], names, layout)
+        factor = np.exp(booster.inplace_predict(matrix[slow]).astype(np.float64))
+        found += judged(rows[slow], alone[slow], factor, layout)
+        files[model_file(layout)] = pack(slim(train(rows[timed], matrix[timed], names, layout)))
     return found, files
 
 
@@ -117,11 +124,11 @@ def main() -> int:
     for name, content in (*files.items(), (MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())):
         write_whole(folder / "models" / name, content)
     told = f"{'as K fastest':20s} {'told in it':30s} inside  factor alone"
-    print(f"{'layout':14s} {'':8s} {'sizes':7s} {'n':>5s}   {told}")
+    print(f"{'layout':16s} {'':8s} {'sizes':7s} {'n':>5s}   {told}")
     for entry in found:
         sort = f"{'batched' if entry['batched'] else '':8s} {'even' if entry['even'] else 'uneven':7s}"
         print(
-            f"{entry['layout']:14s} {sort} {entry['n']:5d}  {entry['as_k_fastest']:6.1%} (p90 {entry['as_k_fastest_p90']:6.1%})"
+            f"{entry['layout']:16s} {sort} {entry['n']:5d}  {entry['as_k_fastest']:6.1%} (p90 {entry['as_k_fastest_p90']:6.1%})"
             f"  {entry['mape']:6.1%} (p90 {entry['p90']:6.1%}, worst {entry['worst']:.0%})  {entry['inside']:6.1%}"
             f"  {entry['factor_alone']:6.1%} (90% within {entry['off']:.1%})"
         )

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from loka_sim.dispatch.operands import TORCH, TRANSPOSE, Launch, Row, Toolbox, Way, least
 from loka_sim.modelspec import PASSES, Site
-from perfmodel.kernels import BF16, BF16_BATCHED, KERNELS, Layout, laid, library_of
+from perfmodel.kernels import BF16, BF16_BATCHED, BIASED, K_FASTEST, KERNELS, Layout, laid, library_of
 
 Assignment = Mapping[str, str]
 """Kernel name per pass."""
@@ -50,11 +50,13 @@ class SiteShape:
         stored_transposed: Tensors of x, w, g that the model stores with their rows contiguous, as (K, M)
             for x, (K, N) for w and (N, M) for g.
         padded: Those of `passes` that bf16 runs with other sizes, and these.
+        biased: The model adds a bias to the output, which bf16's kernel does itself.
     """
 
     passes: tuple[tuple[str, int, int, int, int], ...]
     stored_transposed: frozenset[str] = frozenset()
     padded: tuple[tuple[str, int, int, int, int], ...] = ()
+    biased: bool = False
 
     def __hash__(self) -> int:
         """Found once: shapes are looked up again and again."""
@@ -62,7 +64,7 @@ class SiteShape:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.passes, self.stored_transposed, self.padded))
+        return hash((self.passes, self.stored_transposed, self.padded, self.biased))
 
     @classmethod
     def of(cls, site: Site, batch: int) -> SiteShape:
@@ -77,13 +79,13 @@ class SiteShape:
         padded = tuple(
             (name, *gemm.shape_in_bf16(batch), gemm.groups.at(batch)) for name, gemm in site.passes.items() if gemm.padded
         )
-        return cls(passes, frozenset(stored), padded)
+        return cls(passes, frozenset(stored), padded, site.bias)
 
     @cached_property
     def least(self) -> SiteShape:
         """The smallest site that may run the same kernels, its operands made in the same ways."""
         passes = ((name, least(m), least(n), least(k), groups) for name, m, n, k, groups in self.passes)
-        return SiteShape(tuple(passes), self.stored_transposed)
+        return SiteShape(tuple(passes), self.stored_transposed, biased=self.biased)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -119,11 +121,14 @@ class SiteShape:
         return self._gemms | {name: (m, n, k, groups) for name, m, n, k, groups in self.padded}
 
     def layout(self, name: str) -> Layout:
-        """How the operands of a pass lie where it runs in bf16, which reads them as they are stored."""
+        """How the operands of a pass lie in bf16, which reads them as they are stored, and whether a bias is added."""
         left, right = self.reads(name)
+        m, n, k, groups = self.gemm(name)
         # A single row lies either way.
-        across = left.transposed and self.gemm(name)[0] > 1
-        return "column" if across else "row", "row" if right.transposed else "column"
+        lies = "column" if left.transposed and m > 1 else "row", "row" if right.transposed else "column"
+        # What adds a bias to a vector or to an outer product is no kernel of cuBLASLt (`isInputCompliesAddmmCudaLt`, torch 2.11).
+        adds = self.biased and name == "output" and lies == K_FASTEST and groups == 1 and n > 1 and k > 1
+        return BIASED if adds else lies
 
     @cached_property
     def _rows_in_bf16(self) -> dict[str, Row]:
