@@ -11,7 +11,7 @@ import pandas as pd
 
 from perfmodel.calls import columns_of
 from perfmodel.choice import are_largest
-from perfmodel.kernels import KERNELS, of_kernel
+from perfmodel.kernels import BIASED, KERNELS, of_kernel
 from perfmodel.model import PerfModel
 from perfmodel.prediction import (
     LAUNCH_FLOOR_US,
@@ -44,7 +44,7 @@ class Explanation:
             first; `network` is what the network makes of all of them.
         correction: What a refinement on the user's machine multiplies the time by; 1 without one.
         outside: Which of m, n, k, groups, product lie outside the sizes that the kernel was measured at.
-        layout: By which factor it takes longer than with K fastest in both operands; 1 for a kernel that reads them so.
+        layout: By which factor it takes longer than with K fastest in both operands and no bias; 1 for a kernel that is so.
         clipped: Whether all this is less than is possible (`perfmodel.prediction.no_less`), which it takes instead.
         wider: The power of the interval's factors for the doubt about which of its kernels the library chooses; 1 without.
         wider_beyond: Likewise for how far it is from what was measured, beyond the largest sizes or between others; 1 where it
@@ -122,7 +122,12 @@ class Explanation:
             kind = "round" if self.wider_by_digits < 1 else "not round"
             lines.append(f"  its sizes are {kind}: an interval {self.wider_by_digits:.1f} times as wide")
         if self.layout != 1.0:
-            lines.append(f"  as its operands lie, over K fastest in both: {self.layout:.2f} x")
+            what = (
+                "with its bias, over none"
+                if KERNELS[self.kernel].layout == BIASED
+                else "as its operands lie, over K fastest in both"
+            )
+            lines.append(f"  {what}: {self.layout:.2f} x")
         if self.correction != 1.0:
             lines.append(f"  measurements on this machine: {self.correction:.2f} x")
         if self.outside or self.gap_octaves:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._decomp import global_decomposition_table
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
@@ -19,6 +20,7 @@ from loka_sim.capture import twin
 from loka_sim.capture.attention import FusedAttention
 from loka_sim.capture.calls import MOVES, plain
 from loka_sim.capture.lowering import lower
+from loka_sim.capture.operators import ATTENTION, operator_name
 from loka_sim.loops import Lowered
 
 # A table's dense gradient is filled and converted row by row whatever the batch; what that costs is a matter of the tables
@@ -149,13 +151,18 @@ def _traced(
 ) -> dict[str, Lowered]:
     """`traced`, once: with what the model makes brought to bf16 and to one device, or as it is."""
     from functorch.compile import aot_function, make_boxed_func
+    from torch._guards import detect_fake_mode
     from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.fx_passes.post_grad import remove_noop_ops
 
     graphs: dict[str, Lowered] = {}
 
     def keep(which: str) -> Callable[[fx.GraphModule, Any], Any]:
         def compiler(graph: fx.GraphModule, example: Any) -> Any:
+            from torch._inductor.fx_passes.post_grad import remove_noop_ops  # warns as it is imported: here that is quiet
+
+            if any(operator_name(node) in ATTENTION for node in graph.graph.nodes if node.op == "call_function"):
+                # What a pass put there lies in memory otherwise than what it took the place of.
+                FakeTensorProp(graph, mode=detect_fake_mode(example)).propagate_dont_convert_inputs(*example)
             remove_noop_ops(graph.graph)
             graphs[which] = lower(graph.graph)
             return make_boxed_func(graph.forward)

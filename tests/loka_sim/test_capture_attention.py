@@ -61,6 +61,38 @@ def test_what_torch_has_no_such_kernel_for_is_products(options):
     assert not spec.untraced and len(spec.sites) == 4 and not any(kernel.kind.startswith("attention") for kernel in spec.fused)
 
 
+class Written(Attention):
+    """The same by hand: products and a softmax, which torch.compile takes for attention."""
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        weights = torch.softmax(q @ k.transpose(-2, -1) / FEATURES**0.5, -1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+def test_what_is_written_by_hand_is_the_same_kernels():
+    """As an H200 ran it (torch 2.11): cuDNN's kernels and no products; the gradient of the result is copied before.
+
+    The result itself, too, where the backward reads it both as it is and as the next product's operand.
+    """
+    spec, called = captured(Written()), captured(Attention())
+    assert not spec.untraced and [site.name for site in spec.sites] == ["qkv", "out"]
+    attention = [kernel for kernel in spec.fused if kernel.kind.startswith("attention")]
+    assert attention == [kernel for kernel in called.fused if kernel.kind.startswith("attention")]
+    assert [kernel.phase for kernel in spec.fused if kernel.label == "clone"] == ["forward", "backward"]
+
+
+def test_scores_that_are_used_otherwise_stay_products():
+    class Looked(Attention):
+        def forward(self, x):
+            q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+            weights = torch.softmax(q @ k.transpose(-2, -1) / FEATURES**0.5, -1)
+            return self.out((weights @ v).transpose(1, 2).flatten(2)), weights
+
+    spec = captured(Looked())
+    assert not spec.untraced and len(spec.sites) == 4 and not any(kernel.kind.startswith("attention") for kernel in spec.fused)
+
+
 def test_torchs_own_layers_attend_so_too():
     before = F.scaled_dot_product_attention
     spec = captured(nn.TransformerEncoderLayer(WIDTH, HEADS, 128, dropout=0.1, batch_first=True))
