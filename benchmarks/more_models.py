@@ -1,5 +1,7 @@
 """Eight kinds of recommenders more, all published: told before any of them was measured, as `benchmarks/fresh_models.py`'s were.
 
+Then each at other sizes (`_wide`), told before these were measured, by a model that learned from the first.
+
     loka-sim whatif benchmarks.more_models:rankmixer --batch 2048
     python benchmarks/step_profile.py benchmarks.more_models:rankmixer
 
@@ -19,6 +21,8 @@ from loka_sim.validation.runnable import TABLE_ROWS
 
 BATCHES = {
     "rankmixer": 2048, "hiformer": 2048, "can": 4096, "bert4rec": 256, "aitm": 8192, "dhen": 2048, "crossing": 8192, "sim": 1024,
+    "rankmixer_wide": 1024, "hiformer_wide": 1024, "can_wide": 2048, "bert4rec_wide": 192, "aitm_wide": 4096, "dhen_wide": 3072,
+    "crossing_wide": 6144, "sim_wide": 1536,
 }  # fmt: skip
 """Samples of each function's inputs."""
 
@@ -216,6 +220,20 @@ KINDS: dict[str, Callable[[int], Made]] = {
     "dhen": lambda batch: (_DHEN(), (ids_of(batch, 32),)),
     "crossing": lambda batch: (_Crossing(), (torch.rand(batch, 13), *(ids_of(batch, 3) for _ in range(8)))),
     "sim": lambda batch: (_SIM(), (ids_of(batch, 100), ids_of(batch, 100), ids_of(batch, 20), ids_of(batch), ids_of(batch, 24))),
+    "rankmixer_wide": lambda batch: (_RankMixer(64, 24, 32, 512, 3), (ids_of(batch, 64),)),
+    "hiformer_wide": lambda batch: (_HiFormer(40, 48, 3, 3), (ids_of(batch, 40),)),
+    "can_wide": lambda batch: (_CAN(120, 32, 30, 16), (ids_of(batch, 120), ids_of(batch), ids_of(batch, 30))),
+    "bert4rec_wide": lambda batch: (_BERT4Rec(200, 192, 6, 3, 30), (ids_of(batch, 200), ids_of(batch, 30))),
+    "aitm_wide": lambda batch: (_AITM(24, 64, 4, 256), (ids_of(batch, 24),)),
+    "dhen_wide": lambda batch: (_DHEN(26, 96, 2, 24), (ids_of(batch, 26),)),
+    "crossing_wide": lambda batch: (
+        _Crossing(5, 1024, (160, 128, 96, 64, 64, 32)),
+        (torch.rand(batch, 13), *(ids_of(batch, 3) for _ in range(6))),
+    ),
+    "sim_wide": lambda batch: (
+        _SIM(200, 96, 8, 32),
+        (ids_of(batch, 200), ids_of(batch, 200), ids_of(batch, 40), ids_of(batch), ids_of(batch, 32)),
+    ),
 }
 
 
