@@ -39,7 +39,7 @@ def _bf16(spec: KernelSpec) -> Runner:
     def bind(shape: Shape, pool: BufferPool) -> Callable[[int], torch.Tensor]:
         multiply = torch.bmm if batched else torch.mm
         if biased:
-            multiply = partial(torch.addmm, torch.zeros(shape.n, dtype=torch.bfloat16, device="cuda"))
+            multiply = partial(torch.addmm, torch.zeros(shape.n, dtype=torch.bfloat16, device=operands(shape, pool, 0)[0].device))
         return lambda index: multiply(*operands(shape, pool, index))
 
     def error(shape: Shape, pool: BufferPool, result: Any) -> float:

@@ -16,9 +16,13 @@ H200 = hardware.load("h200")
 SHIPPED = layouts.load(H200)
 FOLDER = data_folder() / "h200"
 TABLE = pd.read_parquet(FOLDER / layouts.FILE)
+ACROSS = TABLE[TABLE[layouts.column(kernels.ACROSS[0])].notna()]
+BIASED = TABLE[TABLE[layouts.column(kernels.BIASED)].notna()]
 
 
 def laid(kernel, layout):
+    if layout == ("row", "column", "bias"):
+        return f"{kernel}_bias"
     return kernel if layout == ("row", "column") else f"{kernel}_{layout[0]}_{layout[1]}"
 
 
@@ -32,7 +36,7 @@ def test_k_fastest_is_no_other_layout_and_a_strided_one_is_not_known():
 
 def test_factors_hang_on_nothing_but_the_product():
     rows = TABLE.sample(300, random_state=1)
-    lie = [kernels.ACROSS[number % 3] for number in range(len(rows))]
+    lie = [layouts.OTHERS[number % (4 if single else 3)] for number, single in enumerate(rows["groups"] == 1)]
     sizes = [rows[name].to_numpy() for name in fit_layouts.SIZES]
     together = np.stack(SHIPPED.told(lie, *sizes), axis=1)
     for place in (0, 17, 299):
@@ -40,14 +44,15 @@ def test_factors_hang_on_nothing_but_the_product():
         np.testing.assert_allclose(np.ravel(alone), together[place], rtol=1e-4)
 
 
-CAREFUL = TABLE[TABLE["careful"]].sample(400, random_state=2).reset_index(drop=True)
+CAREFUL = ACROSS[ACROSS["careful"]].sample(400, random_state=2).reset_index(drop=True)
+CAREFUL_BIASED = BIASED[BIASED["careful"]].sample(400, random_state=2).reset_index(drop=True)
 
 
-@pytest.mark.parametrize("layout", kernels.ACROSS)
-def test_a_product_that_reads_across_is_a_kernel_of_its_own(layout):
+@pytest.mark.parametrize("layout", layouts.OTHERS)
+def test_a_product_that_lies_otherwise_or_has_a_bias_is_a_kernel_of_its_own(layout):
     """Its time is that with K fastest by the factor, in wider intervals, which hold most of what was measured."""
-    model = perfmodel.load()
-    base = CAREFUL[fit_layouts.SIZES].assign(kernel=np.where(CAREFUL["groups"] > 1, "torch/bf16_batched", "torch/bf16"))
+    model, rows = perfmodel.load(), CAREFUL_BIASED if layout == kernels.BIASED else CAREFUL
+    base = rows[fit_layouts.SIZES].assign(kernel=np.where(rows["groups"] > 1, "torch/bf16_batched", "torch/bf16"))
     across = base.assign(kernel=[laid(name, layout) for name in base["kernel"]])
     alone, told, both = (model.predict(frame).to_numpy() for frame in (base, across, pd.concat([across, base])))
     np.testing.assert_array_equal(both, np.concatenate([told, alone]))
@@ -55,7 +60,7 @@ def test_a_product_that_reads_across_is_a_kernel_of_its_own(layout):
     np.testing.assert_allclose(told[:, 0], alone[:, 0] * factor, rtol=1e-9)
     wide, narrow = (np.log(times[:, 2] / times[:, 1]) for times in (told, alone))
     assert (wide > narrow).all()
-    measured = CAREFUL[layouts.column(layout)].to_numpy()
+    measured = rows[layouts.column(layout)].to_numpy()
     assert ((told[:, 1] <= measured) & (measured <= told[:, 2])).mean() > 0.85
     assert np.abs(told[:, 0] / measured - 1).mean() < 0.8 * np.abs(alone[:, 0] / measured - 1).mean()
     np.testing.assert_array_equal(model.in_range(across), model.in_range(base))
@@ -79,6 +84,12 @@ def test_why_it_takes_as_long_is_said():
     assert across.kernel == "torch/bf16_column_row" and across.correction == alone.correction and alone.layout == 1.0
     assert across.layout == pytest.approx(across.time_us / alone.time_us) and across.factors == alone.factors
     assert f"K fastest in both: {across.layout:.2f} x" in across.words() and "K fastest" not in alone.words()
+
+
+def test_a_bias_is_said():
+    size = {"m": 8192, "n": 128, "k": 512}
+    found = perfmodel.load().explain({"kernel": "torch/bf16_bias", **size})
+    assert found.layout > 1 and f"with its bias, over none: {found.layout:.2f} x" in found.words()
 
 
 def test_what_a_machine_measured_of_it_corrects_it():
@@ -108,6 +119,8 @@ def test_of_a_gpu_without_layouts_it_is_as_with_k_fastest():
     [
         ({"kernel": "torch/bf16_column_row", "m": 64, "n": 64, "k": 64, "groups": 2}, "makes one product"),
         ({"kernel": "torch/bf16_column", "m": 64, "n": 64, "k": 64}, "is not a kernel"),
+        ({"kernel": "torch/bf16_bias", "m": 64, "n": 64, "k": 64, "groups": 2}, "makes one product"),
+        ({"kernel": "torch/bf16_batched_bias", "m": 64, "n": 64, "k": 64, "groups": 2}, "is not a kernel"),
         ({"kernel": "torch/bf16_row_row", "m": 64, "n": -1, "k": 64}, "n = -1 is no size"),
     ],
 )
@@ -118,8 +131,8 @@ def test_bad_calls_are_refused(call, message):
 
 def test_products_timed_with_care_are_nearer_in_their_layout_than_with_k_fastest():
     """Trees that learn from a tenth of the quick timings, none of whose products was timed with care."""
-    careful = TABLE[TABLE["careful"]].reset_index(drop=True)
-    quick = TABLE[~TABLE["careful"]].sample(20000, random_state=0).reset_index(drop=True)
+    careful = ACROSS[ACROSS["careful"]].reset_index(drop=True)
+    quick = ACROSS[~ACROSS["careful"]].sample(20000, random_state=0).reset_index(drop=True)
     assert not set(careful[fit_layouts.SIZES].itertuples(index=False)) & set(quick[fit_layouts.SIZES].itertuples(index=False))
     times = perfmodel.load()
     rows = pd.concat([quick, careful], ignore_index=True)
