@@ -167,11 +167,10 @@ def test_a_model_is_another_with_another_fit_of_what_a_step_is_made_of_beside_ke
     assert replace(base).kernels_fingerprint == base.kernels_fingerprint
 
 
-def test_the_h100_that_ships_began_from_an_h200_that_is_named(base):
-    """From the one that ships, or while that was not learned from yet, from that of commit cce92bd, as CONTRIBUTING.md says."""
+def test_the_h100_that_ships_began_from_the_h200_that_ships(base):
     shipped = perfmodel.load("h100")
     began = shipped.manifest["start"]
-    assert began["hardware"] == "h200" and began["kernels_fingerprint"] in (base.kernels_fingerprint, "253679b74471553e")
+    assert began["hardware"] == "h200" and began["kernels_fingerprint"] == base.kernels_fingerprint
     assert shipped.hardware.like == "h200"
     # As fast where the clock is the bound, slower where the memory is.
     rows = pd.DataFrame([(GEMM, 8192, 4096, 4096), (MEMORY, 8192, 1, 32768)], columns=["kernel", "m", "n", "k"])
