@@ -158,12 +158,15 @@ def _traced(
 
     def keep(which: str) -> Callable[[fx.GraphModule, Any], Any]:
         def compiler(graph: fx.GraphModule, example: Any) -> Any:
-            from torch._inductor.fx_passes.post_grad import remove_noop_ops  # warns as it is imported: here that is quiet
+            # Warns as it is imported: here that is quiet.
+            from torch._inductor.fx_passes.post_grad import remove_noop_ops, view_to_reshape
 
+            view_to_reshape(graph)
             if any(operator_name(node) in ATTENTION for node in graph.graph.nodes if node.op == "call_function"):
                 # What a pass put there lies in memory otherwise than what it took the place of.
                 FakeTensorProp(graph, mode=detect_fake_mode(example)).propagate_dont_convert_inputs(*example)
             remove_noop_ops(graph.graph)
+            graph.recompile()
             graphs[which] = lower(graph.graph)
             return make_boxed_func(graph.forward)
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import benchmarks.more_models
 from loka_sim.capture import capture
 from loka_sim.errors import UserError
 from loka_sim.modelspec import load, save
@@ -119,3 +120,11 @@ def test_its_time_is_in_the_whole_step():
     # No faster than its bytes, read and written once; tiles of 128 queries are filled by 50, and by 16 features of 64.
     for other in found:
         assert 1 < other.time.us / (other.moved_bytes / 4.4e6) < 20
+
+
+def test_by_hand_with_heads_that_torch_has_no_kernel_for_it_is_traced_all_the_same():
+    """Twelve features a head: what a pass puts in its place lies otherwise, so that a view of that is a copy."""
+    with torch.device("meta"):
+        model, inputs = benchmarks.more_models.sim_wide()
+    spec = capture(model, inputs)
+    assert not spec.untraced and len(spec.sites) == 11
