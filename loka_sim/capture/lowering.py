@@ -38,7 +38,7 @@ from loka_sim.capture.operators import (
     value_of,
 )  # fmt: skip
 from loka_sim.capture.results import Root, View, add, inline
-from loka_sim.capture.views import element_by_element, factors, lying, steps, viewed
+from loka_sim.capture.views import factors, lying, steps, viewed
 from loka_sim.loops import ACROSS, ADDED, FETCHED, Access, Lowered, Reads, Scheduled
 from perfmodel.attention import FORWARD, label_of
 
@@ -350,16 +350,14 @@ class Lowering:
     def _spread(self, node: fx.Node, reads: Reads) -> None:
         """The bias of a product whose rows are padded: copied to each row first, and read from there by the product.
 
-        cuBLAS adds a bias by itself to dense rows only (`aten/src/ATen/native/cuda/Blas.cpp`, 2.11); where all that uses the sum
-        goes element by element, torch.compile adds it there instead (`fx_passes/post_grad.py`, `should_prefer_unfused_addmm`).
+        cuBLAS adds a bias by itself to dense rows only (`aten/src/ATen/native/cuda/Blas.cpp`, 2.11); in bf16 torch.compile leaves
+        it to the product also where all that uses the sum goes element by element (`config.keep_addmm_fused_for_half_dtypes`).
         """
         value = value_of(node)
         columns, size = value.shape[-1], value.numel() * value.element_size()
         padded = columns > PADDED_FROM and columns * value.element_size() % PADDED_TO_BYTES > 0
         bias = node.args[0]
         if operator_name(node) != "addmm" or not padded or not isinstance(bias, fx.Node) or value_of(bias).dim() != 1:
-            return
-        if all(map(element_by_element, node.users)):
             return
         (view,) = self._all(bias)
         spread, nothing = self._buffer(size), self._buffer(0)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from loka_sim.capture.operators import GEMMS, VIEWS, WHOLE_VIEWS, operator_name, value_of
+from loka_sim.capture.operators import GEMMS, WHOLE_VIEWS, operator_name, value_of
 
 
 def factors(node: fx.Node) -> list[fx.Node]:
@@ -42,12 +42,3 @@ def lying(base: fx.Node, chain: Iterable[fx.Node]) -> torch.Tensor | None:
 def steps(value: torch.Tensor) -> list[int]:
     """Strides of dimensions of more than one element."""
     return [step for size, step in zip(value.shape, value.stride(), strict=True) if size > 1]
-
-
-def element_by_element(node: fx.Node) -> bool:
-    """As torch.compile asks it: of a view, of all that use it."""
-    if node.op != "call_function":
-        return False
-    if operator_name(node) in VIEWS:
-        return all(map(element_by_element, node.users))
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
