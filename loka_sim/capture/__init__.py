@@ -44,8 +44,8 @@ def capture(
     """Record every GEMM of a model's forward and backward, its other kernels, its embedding tables and its parameters.
 
     The model may lie on any device, `meta` among them; it is neither run nor changed: twins of it and of its inputs,
-    with shapes and no data, are. Attention by `scaled_dot_product_attention` is one kernel where torch has one for its
-    operands (see `attention`), else the products that it is made of.
+    with shapes and no data, are. Attention by `scaled_dot_product_attention`, or by products and a softmax that torch.compile
+    takes for it, is one kernel where torch has one for its operands (see `attention`), else the products that it is made of.
 
     Args:
         model: The module, in training mode or not.
