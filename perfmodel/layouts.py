@@ -2,9 +2,9 @@
 
 `torch/bf16` and `torch/bf16_batched` are timed and learned with K fastest in both operands, as a layer's output reads its input
 and its weight. A gradient reads one of them, or both, across: cuBLAS has other kernels for that, and where sizes are odd far
-older ones. A layer's output may have a bias that the kernel adds, for which cuBLAS chooses otherwise again: that is learned as one
-more layout, of single products. Trees of a layout say by which factor, by the sizes, by what the product and its transpose take with K fastest, and by
-which kernel cuBLAS takes for them then (`perfmodel.fit_layouts`, from `hil.layouts`).
+older ones. A layer's output may have a bias that the kernel adds, for which cuBLAS chooses otherwise again: that is learned as
+one more layout, of single products. Trees of a layout say by which factor, by the sizes, by what the product and its transpose
+take with K fastest, and by which kernel cuBLAS takes for them then (`perfmodel.fit_layouts`, from `hil.layouts`).
 """
 
 from __future__ import annotations
