@@ -17,7 +17,7 @@ import pandas as pd
 from perfmodel.calls import columns_of
 from perfmodel.correction import Array, Local, Sizes, coordinates, machine_features, memory_share
 from perfmodel.judge import SHAPE
-from perfmodel.kernels import KERNELS
+from perfmodel.kernels import KERNELS, of_kernel
 from perfmodel.model import PerfModel
 from perfmodel.prediction import baseline_us, size_class
 from perfmodel.saved import REFINEMENT as KIND
@@ -105,11 +105,15 @@ def inputs(kernel: str, base_us: Array, sizes: Sizes, base: PerfModel) -> tuple[
 
 
 def apply(corrections: dict[str, Correction], base: PerfModel, rows: pd.DataFrame) -> tuple[Array, Array]:
-    """Log correction and scale of each row (of a frame that went through `with_base`)."""
+    """Log correction and scale of each row (of a frame that went through `with_base`).
+
+    A product that lies otherwise, or has a bias, is off as the one with K fastest was measured to be, unless it was measured too.
+    """
     value, scale = np.zeros(len(rows)), rows["scale"].to_numpy().copy()
     for kernel, index in rows.groupby("kernel").indices.items():
         part = rows.iloc[index]
-        correction = corrections.get(str(kernel), corrections.get(str(part["group"].iloc[0])))
+        names = (str(kernel), of_kernel(str(kernel)), str(part["group"].iloc[0]))
+        correction = next((corrections[name] for name in names if name in corrections), None)
         if correction is not None:
             features, at = inputs(str(kernel), part["base_us"].to_numpy(), columns_of(part), base)
             value[index], scale[index] = correction.predict(features, at, scale[index])

@@ -209,10 +209,10 @@ def test_a_backward_makes_a_norms_result_anew_that_fp8_products_alone_read():
 
 @pytest.mark.parametrize(
     ("columns", "behind", "copies"),
-    [(1096, "linear", 1), (1152, "linear", 0), (1000, "linear", 0), (1096, "output", 1), (1096, "relu", 0)],
+    [(1096, "linear", 1), (1152, "linear", 0), (1000, "linear", 0), (1096, "output", 1), (1096, "relu", 1)],
 )
 def test_a_bias_is_copied_to_padded_rows_of_a_product(columns, behind, copies):
-    """Not where the rows are dense, nor where torch.compile adds the bias to what goes element by element behind; nor in FP8."""
+    """Not where the rows are dense; whatever stands behind, as an H200 ran it (torch 2.11); nor in FP8."""
     tail = {"linear": [nn.Linear(columns, 64)], "relu": [nn.ReLU()], "output": []}[behind]
     found = capture(nn.Sequential(nn.Linear(64, columns), *tail), (torch.randn(512, 64),))
     assert sum(kernel.count for kernel in found.fused if kernel.kind == "copy") == copies

@@ -161,3 +161,12 @@ def test_trees_that_are_damaged_are_named(tmp_path):
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:1000])
     with pytest.raises(ValueError, match=name):
         dataclasses.replace(SHIPPED, folder=tmp_path).told([("row", "row")], [64], [64], [64], [1])
+
+
+def test_a_machine_that_measured_k_fastest_alone_corrects_what_follows_from_it():
+    model = perfmodel.load()
+    shapes = CAREFUL[CAREFUL["groups"] == 1][fit_layouts.SIZES].assign(kernel="torch/bf16")
+    refined = refine(model, shapes.assign(p50_us=1.3 * model.predict(shapes)["time_us"].to_numpy())).model
+    for kernel in ("torch/bf16_row_row", "torch/bf16_bias"):
+        asked = shapes.assign(kernel=kernel)
+        np.testing.assert_allclose(refined.predict(asked)["time_us"], 1.3 * model.predict(asked)["time_us"], rtol=0.03)
