@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._inductor.fx_passes import fuse_attention
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -23,6 +22,8 @@ class FusedAttention(TorchFunctionMode):
 
         And for products and a softmax that torch.compile takes for attention (its pass `fuse_attention`).
         """
+        from torch._inductor.fx_passes import fuse_attention  # not before a model is captured
+
         functional.scaled_dot_product_attention = _attended
         fuse_attention._scaled_dot_product_attention = _attended  # type: ignore[assignment]
         super().__enter__()
@@ -30,6 +31,8 @@ class FusedAttention(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         """As it was."""
+        from torch._inductor.fx_passes import fuse_attention
+
         super().__exit__(*error)
         functional.scaled_dot_product_attention = scaled_dot_product_attention
         fuse_attention._scaled_dot_product_attention = torch.ops.aten.scaled_dot_product_attention
