@@ -35,8 +35,8 @@ class Forest:
         base: What the sum of leaves begins with.
         roots: Node that each tree starts at, int64.
         depths: Steps to each tree's deepest leaf, int64.
-        nodes: Left child times 256, and the compared feature, uint32; the right child is the one behind the left.
-        values: What it is compared with: a row goes left where it is less. Of a leaf what it adds, float32.
+        nodes: (nodes, 2), uint32. Left child times 256, and the compared feature; the right child is the one behind the left.
+            And the bits of the float32 that this is compared with: a row goes left where it is less. Of a leaf what it adds.
     """
 
     features: int
@@ -44,7 +44,6 @@ class Forest:
     roots: npt.NDArray[np.int64]
     depths: npt.NDArray[np.int64]
     nodes: npt.NDArray[np.uint32]
-    values: npt.NDArray[np.float32]
 
     @classmethod
     def of(cls, stored: bytes) -> Forest | None:
@@ -86,7 +85,8 @@ class Forest:
             depth, tree_of = depth + 1, tree_of[kept]
             depths[tree_of] = depth
             here, tree_of = np.concatenate([child[here], child[here] + 1]), np.concatenate([tree_of, tree_of])
-        return cls(features, base, roots, depths, (child << 8 | compared).astype(np.uint32), values)
+        nodes = np.stack([(child << 8 | compared).astype(np.uint32), values.view(np.uint32)], axis=1)
+        return cls(features, base, roots, depths, nodes)
 
     def sums(self, matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
         """The sum of the trees' leaves for each row of features, (rows,); no feature may be missing (NaN)."""
@@ -97,7 +97,7 @@ class Forest:
         x = np.zeros((-(-len(matrix) // loop.IN_TURN) * loop.IN_TURN, self.features + 1), dtype=np.float32)
         x[: len(matrix), :-1], x[:, -1] = matrix, -np.inf
         total = np.full(len(x), self.base)
-        loop.add_leaves(x, self.roots, self.depths, self.nodes, self.values, total)
+        loop.add_leaves(x, self.roots, self.depths, self.nodes, total)
         return total[: len(matrix)]
 
     def _sums_of_few(self, matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
@@ -105,9 +105,10 @@ class Forest:
         x = np.full((len(matrix), self.features + 1), -np.inf, dtype=np.float32)
         x[:, :-1] = matrix
         rows, here = np.arange(len(x))[:, None], np.tile(self.roots, (len(x), 1))
+        nodes, values = self.nodes[:, 0], self.nodes.view(np.float32)[:, 1]
         for _ in range(int(self.depths.max(initial=0))):
-            node = self.nodes[here]
-            here = (node >> 8) + (x[rows, node & 255] >= self.values[here])
+            node = nodes[here]
+            here = (node >> 8) + (x[rows, node & 255] >= values[here])
         # One after the other, as xgboost adds them.
-        leaves = np.column_stack([np.full(len(x), self.base), self.values[here]])
+        leaves = np.column_stack([np.full(len(x), self.base), values[here]])
         return np.add.accumulate(leaves, axis=1, dtype=np.float32)[:, -1]

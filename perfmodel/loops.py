@@ -1,11 +1,11 @@
 """The inner loops of trees and networks, compiled for the processor at hand by LLVM when this module is imported.
 
-They are written in LLVM's own language and not for numba: what numba takes to import itself and to read a compiled loop from disk
-is as long as xgboost takes for 100,000 rows; this takes a twentieth of a second, and leaves nothing on disk. In a tree a row goes
-from node to node by numbers alone, without a branch, and several rows in turn, so that the processor need not wait for one of
-them. A layer's units are rectified in one pass, while they lie in the cache, where numpy takes six. What each tile of a library's
-kernels is worth is added to a row's values in one, where numpy takes fifteen. Of a row's values the largest is found and how it
-stands to the others, in two passes.
+They are written in LLVM's own language and not for numba: what numba takes to import itself and to read a compiled loop from
+disk is as long as xgboost takes for 100,000 rows; this takes a twentieth of a second, and leaves nothing on disk. In a tree
+rows go from node to node by numbers alone, without a branch, a vector of them at once and several vectors in turn, so that the
+processor need not wait for one of them. A layer's units are rectified in one pass, while they lie in the cache, where numpy
+takes six. What each tile of a library's kernels is worth is added to a row's values in one, where numpy takes fifteen. Of a
+row's values the largest is found and how it stands to the others, in two passes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,21 @@ import numpy.typing as npt
 
 from perfmodel.compiled import AT_ONCE
 
-# Rows that go down a tree in turn, and rows that it serves before the next one comes into the cache.
-IN_TURN = 8
-_SERVED = 128
+# Vectors of rows that go down a tree in turn, their rows, and rows that it serves before the next one comes into the cache.
+_VECTORS = 4
+IN_TURN = _VECTORS * AT_ONCE
+_SERVED = 4 * IN_TURN
 
+# A node's number is its place; at it lie, as one number, its left child, the compared feature, and above these the value.
 _LEAVES = """
+declare PAIRS @llvm.masked.gather.vAT_ONCEi64.vAT_ONCEp0(<AT_ONCE x ptr>, i32, <AT_ONCE x i1>, PAIRS)
 define void @add_leaves(ptr noalias %x, i64 %width, i64 %rows, ptr noalias %roots, ptr noalias %depths, i64 %trees,
-                        ptr noalias %nodes, ptr noalias %values, ptr noalias %total) {
+                        ptr noalias %nodes, ptr noalias %total) {
 entry:
+  %width.32 = trunc i64 %width to i32
+  %width.1 = insertelement WHOLE poison, i32 %width.32, i64 0
+  %widths = shufflevector WHOLE %width.1, WHOLE poison, WHOLE zeroinitializer
+  %begins = mul WHOLE %widths, PLACES
   br label %block
 block:
   %first = phi i64 [0, %entry], [%last, %served]
@@ -40,44 +47,45 @@ block:
 tree:
   %number = phi i64 [0, %block], [%next.number, %grown]
   %root.at = getelementptr i64, ptr %roots, i64 %number
-  %root = load i64, ptr %root.at
+  %root.64 = load i64, ptr %root.at
+  %root.32 = trunc i64 %root.64 to i32
+  %root.1 = insertelement WHOLE poison, i32 %root.32, i64 0
+  %root = shufflevector WHOLE %root.1, WHOLE poison, WHOLE zeroinitializer
   %depth.at = getelementptr i64, ptr %depths, i64 %number
   %depth = load i64, ptr %depth.at
   br label %turn
 turn:
   %row = phi i64 [%first, %tree], [%next.row, %leaf]
-  EACH %row.# = add i64 %row, #
+  EACH %row.# = add i64 %row, FIRST#
   EACH %start.# = mul i64 %row.#, %width
   EACH %seen.# = getelementptr float, ptr %x, i64 %start.#
   br label %node
 node:
   %step = phi i64 [0, %turn], [%next.step, %down]
-  EACH %at.# = phi i64 [%root, %turn], [%child.#, %down]
+  EACH %at.# = phi WHOLE [%root, %turn], [%child.#, %down]
+  EACH %node.at.# = getelementptr i64, ptr %nodes, WHOLE %at.#
+  EACH %pair.# = call PAIRS @llvm.masked.gather.vAT_ONCEi64.vAT_ONCEp0(<AT_ONCE x ptr> %node.at.#, i32 8, EVERY, PAIRS poison)
+  EACH %upper.# = lshr PAIRS %pair.#, HALF_OF_PAIR
+  EACH %bits.# = trunc PAIRS %upper.# to WHOLE
+  EACH %value.# = bitcast WHOLE %bits.# to VECTOR
   %inner = icmp ult i64 %step, %depth
   br i1 %inner, label %down, label %leaf
 down:
-  EACH %node.at.# = getelementptr i32, ptr %nodes, i64 %at.#
-  EACH %node.# = load i32, ptr %node.at.#
-  EACH %value.at.# = getelementptr float, ptr %values, i64 %at.#
-  EACH %value.# = load float, ptr %value.at.#
-  EACH %low.# = and i32 %node.#, 255
-  EACH %feature.# = zext i32 %low.# to i64
-  EACH %compared.at.# = getelementptr float, ptr %seen.#, i64 %feature.#
-  EACH %compared.# = load float, ptr %compared.at.#
-  EACH %right.# = fcmp uge float %compared.#, %value.#
-  EACH %one.# = zext i1 %right.# to i64
-  EACH %high.# = lshr i32 %node.#, 8
-  EACH %left.# = zext i32 %high.# to i64
-  EACH %child.# = add i64 %left.#, %one.#
+  EACH %lower.# = trunc PAIRS %pair.# to WHOLE
+  EACH %feature.# = and WHOLE %lower.#, FEATURE
+  EACH %place.# = add WHOLE %feature.#, %begins
+EACH GATHER compared.# seen.# place.#
+  EACH %right.# = fcmp uge VECTOR %compared.#, %value.#
+  EACH %one.# = zext <AT_ONCE x i1> %right.# to WHOLE
+  EACH %left.# = lshr WHOLE %lower.#, ABOVE_FEATURE
+  EACH %child.# = add WHOLE %left.#, %one.#
   %next.step = add i64 %step, 1
   br label %node
 leaf:
-  EACH %leaf.at.# = getelementptr float, ptr %values, i64 %at.#
-  EACH %leaf.# = load float, ptr %leaf.at.#
   EACH %total.at.# = getelementptr float, ptr %total, i64 %row.#
-  EACH %before.# = load float, ptr %total.at.#
-  EACH %after.# = fadd float %before.#, %leaf.#
-  EACH store float %after.#, ptr %total.at.#
+  EACH %before.# = load VECTOR, ptr %total.at.#, align 4
+  EACH %after.# = fadd VECTOR %before.#, %value.#
+  EACH store VECTOR %after.#, ptr %total.at.#, align 4
   %next.row = add i64 %row, IN_TURN
   %more.rows = icmp ult i64 %next.row, %last
   br i1 %more.rows, label %turn, label %grown
@@ -297,9 +305,14 @@ def _constant(value: float) -> str:
     return f"<{', '.join([f'float 0x{int(bits):016X}'] * AT_ONCE)}>"
 
 
-def _wholes(values: Iterable[int]) -> str:
-    """A vector of i32."""
-    return f"<{', '.join(f'i32 {value}' for value in values)}>"
+def _wholes(values: Iterable[int], bits: int = 32) -> str:
+    """A vector of integers."""
+    return f"<{', '.join(f'i{bits} {value}' for value in values)}>"
+
+
+def _alike(value: int, bits: int = 32) -> str:
+    """A vector of one integer."""
+    return _wholes([value] * AT_ONCE, bits)
 
 
 def _power() -> str:
@@ -323,12 +336,11 @@ def _spread(name: str, place: str) -> list[str]:
 
 
 def _gather(name: str, base: str, places: str) -> list[str]:
-    """A vector of what is at these places of an array; the last ones may be of no tile, whose place is the first."""
-    every = f"<{', '.join(['i1 true'] * AT_ONCE)}>"
+    """A vector of what is at these places of an array."""
     return [
         f"  %{name}.ats = getelementptr float, ptr %{base}, WHOLE %{places}",
-        f"  %{name} = call VECTOR @llvm.masked.gather.vAT_ONCEf32.vAT_ONCEp0(<AT_ONCE x ptr> %{name}.ats, i32 4, "
-        f"<AT_ONCE x i1> {every}, VECTOR zeroinitializer)",
+        f"  %{name} = call VECTOR @llvm.masked.gather.vAT_ONCEf32.vAT_ONCEp0(<AT_ONCE x ptr> %{name}.ats, i32 4, EVERY, "
+        "VECTOR zeroinitializer)",
     ]
 
 
@@ -351,25 +363,34 @@ def _filled(loop: str, texts: Mapping[str, str]) -> str:
 
 def _source() -> str:
     """All loops in LLVM's language."""
-    # A line that begins with EACH is there once for each row in turn, whose number stands for `#`.
-    lines = _filled(_LEAVES, {"SERVED": str(_SERVED), "IN_TURN": str(IN_TURN)}).splitlines()
+    # A line that begins with EACH is there once for each vector of rows in turn, whose number stands for `#`.
     each = (
-        [line] if "EACH" not in line else [line.replace("EACH", "").replace("#", str(i)) for i in range(IN_TURN)]
-        for line in lines
+        [line.replace("EACH ", "").replace("FIRST#", str(i * AT_ONCE)).replace("#", str(i)) for i in range(_VECTORS)]
+        if "EACH" in line
+        else [line]
+        for line in _LEAVES.splitlines()
     )
-    end, wide = {"NEXT_ROW": _NEXT_ROW}, {"VECTOR": f"<{AT_ONCE} x float>", "AT_ONCE": str(AT_ONCE)}
+    leaves = "\n".join(line for some in each for line in some)
+    wide = {
+        "VECTOR": f"<{AT_ONCE} x float>", "EVERY": f"<AT_ONCE x i1> <{', '.join(['i1 true'] * AT_ONCE)}>",
+        "AT_ONCE": str(AT_ONCE),
+    }  # fmt: skip
+    end = {"NEXT_ROW": _NEXT_ROW}
+    whole = {"PLACES": _wholes(range(AT_ONCE)), "STEP": _alike(AT_ONCE), "WHOLE": "<AT_ONCE x i32>"}
+    nodes = {
+        "SERVED": str(_SERVED), "IN_TURN": str(IN_TURN), "PAIRS": "<AT_ONCE x i64>", "HALF_OF_PAIR": _alike(32, bits=64),
+        "ABOVE_FEATURE": _alike(8), "FEATURE": _alike(255), **whole,
+    }  # fmt: skip
     rectify = {"SIXTH": _constant(1 / 6), "HALF": _constant(0.5), "ONE": _constant(1.0)}
     best = {
-        "POWER": _power(), "PLACES": _wholes(range(AT_ONCE)), "STEP": _wholes([AT_ONCE] * AT_ONCE),
-        "EXPONENT_AT": _wholes([_EXPONENT_AT] * AT_ONCE), "NOTHING": _constant(-math.inf), "SHIFT": _constant(_SHIFT),
-        "TO_OCTAVES": _constant(1 / math.log(2)), "LEAST": _constant(_LEAST_OCTAVES), "WHOLE": "<AT_ONCE x i32>",
+        "POWER": _power(), "EXPONENT_AT": _alike(_EXPONENT_AT), "NOTHING": _constant(-math.inf), "SHIFT": _constant(_SHIFT),
+        "TO_OCTAVES": _constant(1 / math.log(2)), "LEAST": _constant(_LEAST_OCTAVES), "ONE": rectify["ONE"], **whole,
     }  # fmt: skip
-    add_worth = {name: {**best, **rectify}[name] for name in ("PLACES", "STEP", "ONE", "WHOLE")}
-    filled = (
-        _filled(_RECTIFY, {**end, **rectify, **wide}), _filled(_BEST, {**end, **best, **wide}),
-        _filled(_written_out(_ADD_WORTH), {**end, **add_worth, **wide}),
+    loops = (
+        (leaves, nodes), (_RECTIFY, {**end, **rectify}), (_BEST, {**end, **best}),
+        (_ADD_WORTH, {**end, "ONE": rectify["ONE"], **whole}),
     )  # fmt: skip
-    return "\n".join([*(line for some in each for line in some), *filled])
+    return "\n".join(_filled(_written_out(loop), {**texts, **wide}) for loop, texts in loops)
 
 
 def _compiled() -> tuple[Any, ...]:
@@ -385,7 +406,7 @@ def _compiled() -> tuple[Any, ...]:
     engine.finalize_object()
     size, array = ctypes.c_uint64, ctypes.c_void_p
     arguments = {
-        "add_leaves": (array, size, size, array, array, size, array, array, array),
+        "add_leaves": (array, size, size, array, array, size, array, array),
         "add_worth": (array, size, size, size, array, array, size, array, array, size, array, array, size, array),
         "best": (array, size, size, size, size, array, array),
         "rectify": (array, array, size, size),
@@ -402,21 +423,19 @@ def add_leaves(
     roots: npt.NDArray[np.int64],
     depths: npt.NDArray[np.int64],
     nodes: npt.NDArray[np.uint32],
-    values: npt.NDArray[np.float32],
     total: npt.NDArray[np.float32],
 ) -> None:
     """Add the leaf that each row of x ends in, of one tree after the other, to its total. Arrays lie densely in memory.
 
     Args:
         x: Features, (rows, features + 1), the last -inf; rows are a multiple of `IN_TURN`.
-        roots: As of `forest.Forest`, as the next three; there is one tree at least.
+        roots: As of `forest.Forest`, as the next two; there is one tree at least.
         depths: Of each tree.
         nodes: Of all trees.
-        values: Of all trees.
         total: (rows,).
     """
     if len(x):
-        pointers = [array.ctypes.data for array in (x, roots, depths, nodes, values, total)]
+        pointers = [array.ctypes.data for array in (x, roots, depths, nodes, total)]
         _add_leaves(pointers[0], x.shape[1], len(x), *pointers[1:3], len(roots), *pointers[3:])
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[np.float64]
 # Threads of a prediction; rows of one kernel that one works on at once, few enough for its cache; and rows from which on more
 # than one is woken.
-THREADS, _ROWS_AT_ONCE, _MANY_ROWS = 2, 4096, 4096
+THREADS, _ROWS_AT_ONCE, _MANY_ROWS = 2, 8192, 4096
 
 
 def model_file(kernel: str) -> str:
@@ -315,7 +315,9 @@ class PerfModel:
         paired = self.agreement.kernels if together else ()
         for name, rows in places_of(kernels).items():
             self._refuse(name, (m[rows], n[rows], k[rows], groups[rows]))
-            parts += [(name, rows[start : start + _ROWS_AT_ONCE]) for start in range(0, len(rows), _ROWS_AT_ONCE)]
+            # Parts are alike, and as many for each thread.
+            shared = THREADS * -(-len(rows) // (THREADS * _ROWS_AT_ONCE)) if len(rows) > _MANY_ROWS else 1
+            parts += [(name, part) for part in np.array_split(rows, shared)]
 
         def fill(part: tuple[str, npt.NDArray[np.intp]]) -> Seen | None:
             name, rows = part

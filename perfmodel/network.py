@@ -35,7 +35,7 @@ REACH = 4.0
 # how many others it came with. Nor does it on its place among them where the matrix library sums all rows in one order; its
 # kernels for processors with AVX2 and no AVX-512, which OpenBLAS 0.3.31 takes on AMD's Zen 5, too, take 12 rows in turn and sum
 # half of them in another, which shows in the last bits of float32: a row keeps its place in a turn.
-_BLOCK, _TURN = 512, 48
+_BLOCK, _TURN = 576, 48
 # The library may multiply matrices of fewer products by other kernels, which sum in another order (OpenBLAS up to 100^3, with
 # AVX-512 up to 28 * 512^2): no block has so few, unless a full one has.
 _MANY_PRODUCTS = 28 * 512**2
@@ -111,8 +111,14 @@ class Network:
         """What the last layer gives for a row."""
         return self.layers[-1][1].size
 
+    def room(self) -> list[Array]:
+        """Where `blocks` puts the features of a block and what each layer gives."""
+        return [
+            np.zeros((_BLOCK, width), dtype=np.float32) for width in (self.inputs, *(biases.size for _, biases in self.layers))
+        ]
+
     def blocks(
-        self, matrix: npt.NDArray[np.floating], asked: npt.NDArray[np.int64] | None = None
+        self, matrix: npt.NDArray[np.floating], asked: npt.NDArray[np.int64] | None = None, room: list[Array] | None = None
     ) -> Iterator[tuple[slice | npt.NDArray[np.int64], Array]]:
         """Likewise, block after block while it lies in the cache: which rows it is, and what the last layer gives.
 
@@ -121,16 +127,18 @@ class Network:
         Args:
             matrix: Features, (rows, features).
             asked: The numbers of the rows that are looked at; None for all.
+            room: Of this network or one of its extents; None for a new one.
         """
-        x = np.zeros((_BLOCK, matrix.shape[1]), dtype=np.float32)
-        room = [np.empty((_BLOCK, biases.size), dtype=np.float32) for _, biases in self.layers]
+        x, *others = self.room() if room is None else room
         count = len(matrix) if asked is None else len(asked)
-        for start in range(0, count, _BLOCK):
-            block = slice(start, min(start + _BLOCK, count))
+        # Blocks are alike: a last one of few rows would be filled up.
+        even = min(-(-count // (-(-count // _BLOCK) * _TURN or 1)) * _TURN, _BLOCK)
+        for start in range(0, count, even or 1):
+            block = slice(start, min(start + even, count))
             rows, filled = block if asked is None else asked[block], block.stop - start
             x[:filled] = self.normal(matrix[rows])
             size = min(-(-max(filled, self._least_rows) // _TURN) * _TURN, _BLOCK)
-            yield rows, self._through(x[:size], [each[:size] for each in room])[:filled]
+            yield rows, self._through(x[:size], [each[:size] for each in others])[:filled]
 
     @property
     def _least_rows(self) -> int:
@@ -233,8 +241,9 @@ class Experts:
         self, matrix: npt.NDArray[np.floating], asked: npt.NDArray[np.int64] | None = None
     ) -> Iterator[tuple[slice | npt.NDArray[np.int64], Array]]:
         """As `Network.blocks`; rows come as their numbers."""
+        room = self.networks[0].room()
         for network, mine in zip(self.networks, self.asked(matrix, asked), strict=True):
-            yield from network.blocks(matrix, mine)
+            yield from network.blocks(matrix, mine, room)
 
     def save(self) -> bytes:
         """As JSON."""
