@@ -26,12 +26,15 @@ from hil.timing import POOL_ELEMENTS, BufferPool
 from perfmodel.choice import PARTS, Choice, asked, parts_of
 from perfmodel.hardware import HardwareSpec
 from perfmodel.judge import SHAPE
+from perfmodel.kernels import BF16_BATCHED, KERNELS
 
 KERNELS_ASKED = (
     "torch/bf16", "torch/bf16_batched", "torch/fp8_tensorwise_fast", "torch/fp8_tensorwise_split", "torch/fp8_block128",
 )  # fmt: skip
-# What takes many products, and what draws those that are few and large.
-_BATCHED, _GROUPED = "torch/bf16_batched", "torch/fp8_grouped_rowwise_fast"
+LAYOUTS_ASKED = tuple(name for name, spec in KERNELS.items() if spec.across)
+"""bf16 products that read an operand across or add a bias: asked where they are named, for `perfmodel.fit_layouts`."""
+# What draws products that are few and large.
+_GROUPED = "torch/fp8_grouped_rowwise_fast"
 # Shapes drawn at once, of all kinds, again of many products, of few large ones, of any sizes, of a short K and between the round
 # sizes; most values of a result; bytes that torch may keep before it gives back what is free.
 _DRAWN, _MOST_OUTPUTS, _KEPT_BYTES = (600, 1200, 500, 400, 400, 1500), 2**29, 5e9
@@ -137,10 +140,18 @@ def shapes_to_ask(kernels: Sequence[str], seed: int, large: bool = False) -> lis
     everything, batched, grouped, *apart = _DRAWN
     if large:
         return drawn(everything, seed, kernels, which="large")
-    more = drawn(batched, seed + 5, (_BATCHED,)) + drawn(grouped, seed + 6, (_GROUPED,)) if _BATCHED in kernels else []
+    more = (
+        drawn(batched, seed + 5, (BF16_BATCHED,)) + drawn(grouped, seed + 6, (_GROUPED,))
+        if any(map(_is_batched, kernels))
+        else []
+    )
     for number, (count, which) in enumerate(zip(apart, ("odd", "short", "broad"), strict=True), 7):
         more += drawn(count, seed + number, kernels, which=which)
     return drawn(everything, seed, kernels) + more
+
+
+def _is_batched(kernel: str) -> bool:
+    return KERNELS[kernel].kind == "batched_gemm"
 
 
 def keys_of(shapes: pd.DataFrame) -> npt.NDArray[np.uint64]:
@@ -271,7 +282,7 @@ def answers(
 
 
 def asked_of(calls: Sequence[tuple[str, Shape]]) -> pd.DataFrame:
-    """What is told of these calls of `KERNELS_ASKED`: rows of `kernel`, the shape and `PARTS`, without those that fail.
+    """What is told of these calls of `KERNELS_ASKED` or `LAYOUTS_ASKED`: rows of `kernel`, the shape and `PARTS`, without those that fail.
 
     Progress goes to stderr: an H100 takes 28 s for 68,602 (`python -m hil.asked --out data/h100`).
     """
@@ -297,5 +308,5 @@ def _call_once(kernels: Sequence[str], pool: BufferPool) -> None:
 
     small = Shape(256, 256, 256, 1)
     for name in kernels:
-        RUNNERS[name].bind(replace(small, groups=2) if name == _BATCHED else small, pool)(0)
+        RUNNERS[name].bind(replace(small, groups=2) if _is_batched(name) else small, pool)(0)
     torch.cuda.synchronize()

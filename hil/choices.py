@@ -5,8 +5,8 @@
     python -m hil.choices --out DIR --hardware-spec FILE --learners 5 --start h200 --epochs 8
     python -m hil.choices --out data/h200 --large --minutes 0.75 --workers 7 --most 200000 --seed 6616001 --width 256 --epochs 50
 
-`hil.asking` asks. Shapes that `gemm.parquet` in the folder has are left out, so that what is learned stays ignorant of the shapes
-that judge it. The networks, one a kernel, are
+`hil.asking` asks. Shapes that `gemm.parquet` in the folder has, or `layouts.parquet` as timed with care, are left out, so that what is learned stays
+ignorant of the shapes that judge it. The networks, one a kernel, are
 written as `choices/<kernel>.json.gz`, with a sidecar that says how often each is right on answers that it has not seen.
 `perfmodel.fit` makes features of them (`perfmodel.choice`): by the same specification of the GPU as they learn by, FILE, in the
 third form. There they go on from the networks of a shipped GPU, much of whose choices is this one's, too; from this GPU's own of
@@ -38,7 +38,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from hil import teaching
-from hil.asking import KERNELS_ASKED, answers, keys_of
+from hil.asking import KERNELS_ASKED, LAYOUTS_ASKED, answers, keys_of
 from hil.begun import begin
 from hil.command import Parser
 from hil.files import write_atomic
@@ -47,6 +47,8 @@ from perfmodel.choice import PARTS, TILE, Choice, Sizes, asked, sizes_in, vocabu
 from perfmodel.data_folder import data_folder
 from perfmodel.hardware import DEFAULT, HardwareSpec
 from perfmodel.judge import SHAPE
+from perfmodel.kernels import KERNELS, of_kernel
+from perfmodel.layouts import FILE as LAYOUTS_FILE
 from perfmodel.model import PerfModel, choice_file
 from perfmodel.saved import load, read_spec
 
@@ -194,6 +196,13 @@ def write(folder: Path, kernel: str, choice: Choice, entry: dict[str, Any]) -> N
     write_atomic(folder / SIDECAR, partial(Path.write_text, data=json.dumps(document, indent=1) + "\n"))
 
 
+def timed_with_care(folder: Path) -> list[pd.DataFrame]:
+    """Shapes that a folder has careful timings of, which judge."""
+    gemms, layouts = folder / "gemm.parquet", folder / LAYOUTS_FILE
+    found = [pd.read_parquet(gemms, columns=SHAPE)] if gemms.is_file() else []
+    return [*found, pd.read_parquet(layouts, columns=SHAPE, filters=[("careful", "==", True)])] if layouts.is_file() else found
+
+
 def unanswered(folder: Path) -> tuple[str, ...]:
     """Those of `KERNELS_ASKED` of which a folder has no network, or none that its sidecar knows."""
     known = judged(folder)
@@ -201,8 +210,9 @@ def unanswered(folder: Path) -> tuple[str, ...]:
 
 
 def _choice_of(model: PerfModel, kernel: str) -> Choice | None:
-    """A shipped GPU's network of a kernel, if it has one."""
-    return model.choice(kernel) if kernel in model.manifest["kernels"] else None
+    """A shipped GPU's network of a kernel, if it has one; of a product in another layout, or with a bias, the one with K fastest."""
+    choice = model.choice(of_kernel(kernel)) if model.knows(kernel) else None
+    return replace(choice, largest=None) if choice and KERNELS[kernel].across else choice
 
 
 def _learned(
@@ -257,17 +267,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--learners", type=int, default=1, help="processes that learn, a kernel each at a time")
     parser.add_argument("--hardware-spec", type=Path, metavar="FILE", help="of this GPU (default: the nearest of data/)")
     parser.add_argument(
-        "--kernels", nargs="+", default=["*"], metavar="PATTERN", help=f"of {', '.join(KERNELS_ASKED)} (default: all)"
-    )
+        "--kernels", nargs="+", default=KERNELS_ASKED, metavar="PATTERN",
+        help=f"of {', '.join(KERNELS_ASKED)} (default: all of these), {', '.join(LAYOUTS_ASKED)}",
+    )  # fmt: skip
     parser.add_argument("--answers", type=Path, help="file of all answers: read where it is there, without asking; else written")
     parser.add_argument(
         "--earlier", type=Path, nargs="+", default=[], metavar="FILE",
         help="answers of earlier runs: not asked again, and learned from together with these",
     )  # fmt: skip
     options = parser.parse_args(arguments)
-    kernels = [name for name in KERNELS_ASKED if any(fnmatchcase(name, pattern) for pattern in options.kernels)]
+    every = (*KERNELS_ASKED, *LAYOUTS_ASKED)
+    kernels = [name for name in every if any(fnmatchcase(name, pattern) for pattern in options.kernels)]
     if not kernels:
-        parser.error(f"--kernels {' '.join(options.kernels)} fits none of {', '.join(KERNELS_ASKED)}")
+        parser.error(f"--kernels {' '.join(options.kernels)} fits none of {', '.join(every)}")
     if options.experts < 1 or options.width < 1:
         parser.error("--experts and --width are at least 1")
     if not 0 <= options.sure <= 1:
@@ -297,14 +309,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from hil.fingerprint import fingerprint, has_gpu
 
-    began, careful = time.time(), options.out / "gemm.parquet"
+    began = time.time()
     earlier = [frame[frame["kernel"].isin(kernels)] for frame in map(pd.read_parquet, options.earlier)]
     if options.answers is not None and options.answers.is_file():
         rows = pd.read_parquet(options.answers)
     else:
         if not has_gpu():
             return 3
-        asked_before = [*earlier, *([pd.read_parquet(careful, columns=SHAPE)] if careful.is_file() else [])]
+        asked_before = [*earlier, *timed_with_care(options.out)]
         known = np.unique(np.concatenate([np.empty(0, dtype=np.uint64), *map(keys_of, asked_before)]))
         told = begun if options.sure < 1 else {}
         asking = (known, 60 * options.minutes, options.most, told, spec, options.sure, options.large)

@@ -43,6 +43,7 @@ _OLDER = {
 }  # fmt: skip
 _UNHEARD_OF = 9
 _HOPPER = re.compile(r"nvjet_sm90_\w+?_(\d+)x(\d+)_\d+x\d+_(\d+)x(\d+)_([hv])_")
+_TRANSPOSED = re.compile(r"_[TN][TN]N$")
 _TILE = re.compile(r"(?:_|tilesize)(\d+)x(\d+)[_x]")
 _STEPS = re.compile(r"_\d+x\d+_(\d+)x(\d+)_t|tilesize\d+x\d+x(\d+)_|gemvx\w+?Li(\d+)E")
 # A product of a few rows takes 8 columns and all of the rows that its name tells at once.
@@ -79,7 +80,7 @@ def parts_of(names: Sequence[str]) -> tuple[int, ...]:
         shared = 1 if "coopA" in main else 2 if "coopB" in main else 0
         return (
             high, wide, 10 * cluster[0] + cluster[1], shared, int("splitK" in main), int(found[5] == "h"),
-            int("_TNN" in main), cleared,
+            int(bool(_TRANSPOSED.search(main))), cleared,
         )  # fmt: skip
     kind = next((number for word, number in _OLDER.items() if word in main), _UNHEARD_OF)
     split, layout = int(any("split" in name for name in names)), int("_tn_" in main)
