@@ -5,9 +5,9 @@
     python -m hil.choices --out DIR --hardware-spec FILE --learners 5 --start h200 --epochs 8
     python -m hil.choices --out data/h200 --large --minutes 0.75 --workers 7 --most 200000 --seed 6616001 --width 256 --epochs 50
 
-`hil.asking` asks. Shapes that `gemm.parquet` in the folder has, or `layouts.parquet` as timed with care, are left out, so that what is learned stays
-ignorant of the shapes that judge it. The networks, one a kernel, are
-written as `choices/<kernel>.json.gz`, with a sidecar that says how often each is right on answers that it has not seen.
+`hil.asking` asks. Shapes that `gemm.parquet` in the folder has, or `layouts.parquet` timed with care, are left out: what is learned
+stays ignorant of the shapes that judge it. The networks, one a kernel, are written as `choices/<kernel>.json.gz`, with a
+sidecar that says how often each is right on answers that it has not seen.
 `perfmodel.fit` makes features of them (`perfmodel.choice`): by the same specification of the GPU as they learn by, FILE, in the
 third form. There they go on from the networks of a shipped GPU, much of whose choices is this one's, too; from this GPU's own of
 earlier answers at a lower `--rate`, which keeps what those taught, one network of all sizes as several with `--experts`, several
@@ -210,7 +210,7 @@ def unanswered(folder: Path) -> tuple[str, ...]:
 
 
 def _choice_of(model: PerfModel, kernel: str) -> Choice | None:
-    """A shipped GPU's network of a kernel, if it has one; of a product in another layout, or with a bias, the one with K fastest."""
+    """A shipped GPU's network of a kernel, if it has one; of products in another layout or with a bias, that with K fastest."""
     choice = model.choice(of_kernel(kernel)) if model.knows(kernel) else None
     return replace(choice, largest=None) if choice and KERNELS[kernel].across else choice
 
