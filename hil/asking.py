@@ -284,8 +284,8 @@ def answers(
 def asked_of(calls: Sequence[tuple[str, Shape]]) -> pd.DataFrame:
     """What is told of calls: rows of `kernel`, the shape and `PARTS`, without those that fail.
 
-    They are of `KERNELS_ASKED` or `LAYOUTS_ASKED`. Progress goes to stderr: an H100 takes 28 s for 68,602 (`python -m hil.asked --out
-    data/h100`).
+    They are of `KERNELS_ASKED` or `LAYOUTS_ASKED`. Progress goes to stderr: an H100 takes 28 s for 68,602 (`python -m hil.asked
+    --out data/h100`).
     """
     import torch
 

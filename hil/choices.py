@@ -3,17 +3,19 @@
     python -m hil.choices --out data/h200 --minutes 1 --workers 14 --seed 91001
     python -m hil.choices --out data/h200 --minutes 2 --workers 14 --seed 95001 --kernels torch/bf16 --width 256
     python -m hil.choices --out DIR --hardware-spec FILE --learners 5 --start h200 --epochs 8
+    python -m hil.choices --out data/h200 --start h200 --minutes 2.2 --workers 14 --kernels 'torch/bf16_*_*' torch/bf16_bias
     python -m hil.choices --out data/h200 --large --minutes 0.75 --workers 7 --most 200000 --seed 6616001 --width 256 --epochs 50
 
-`hil.asking` asks. Shapes that `gemm.parquet` in the folder has, or `layouts.parquet` timed with care, are left out: what is learned
-stays ignorant of the shapes that judge it. The networks, one a kernel, are written as `choices/<kernel>.json.gz`, with a
+`hil.asking` asks. Shapes that `gemm.parquet` in the folder has, or `layouts.parquet` timed with care, are left out: what is
+learned stays ignorant of the shapes that judge it. The networks, one a kernel, are written as `choices/<kernel>.json.gz`, with a
 sidecar that says how often each is right on answers that it has not seen.
 `perfmodel.fit` makes features of them (`perfmodel.choice`): by the same specification of the GPU as they learn by, FILE, in the
-third form. There they go on from the networks of a shipped GPU, much of whose choices is this one's, too; from this GPU's own of
-earlier answers at a lower `--rate`, which keeps what those taught, one network of all sizes as several with `--experts`, several
-as more. `--sure 0.2` then asks mostly where they are in doubt; such answers unteach some of what those before taught, and
-networks averaged with what they were, `--keep 0.5`, can be right more often than either. In the fourth, networks of their own
-learn of the largest calls (`hil.shapes.large_shapes`), for those in the folder to hand such calls on to.
+third form. There they go on from the networks of a shipped GPU, much of whose choices is this one's, too; from this GPU's own
+of earlier answers at a lower `--rate`, which keeps what those taught, one network of all sizes as several with `--experts`,
+several as more. `--sure 0.2` then asks mostly where they are in doubt; such answers unteach some of what those before taught,
+and networks averaged with what they were, `--keep 0.5`, can be right more often than either. In the fourth, products that read
+an operand across or add a bias go on from what is known of those that do not. In the fifth, networks of their own learn of the
+largest calls (`hil.shapes.large_shapes`), for those in the folder to hand such calls on to.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ from perfmodel.hardware import DEFAULT, HardwareSpec
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import KERNELS, of_kernel
 from perfmodel.layouts import FILE as LAYOUTS_FILE
-from perfmodel.model import PerfModel, choice_file
+from perfmodel.model import PerfModel
+from perfmodel.opened import choice_file
 from perfmodel.saved import load, read_spec
 
 if TYPE_CHECKING:

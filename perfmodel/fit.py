@@ -64,7 +64,8 @@ from perfmodel.kernels import GEMM_KERNELS, KERNELS, MEMORY_KINDS, library_of
 from perfmodel.learn import Learned, learn_first, measured_range, predict, predict_doubting, train
 from perfmodel.learn_pairs import add_pairs, judge_choices
 from perfmodel.measured import ALONE_FILE, LEAST_US, read_choices, read_launches, read_timings
-from perfmodel.model import PerfModel, choice_file, model_file, network_file
+from perfmodel.model import PerfModel
+from perfmodel.opened import choice_file, model_file, network_file
 from perfmodel.packed import pack
 from perfmodel.parallel import each
 from perfmodel.prediction import bounds_of, wider

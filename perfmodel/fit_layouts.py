@@ -2,10 +2,10 @@
 
     python -m perfmodel.fit_layouts --hardware h200
 
-Trees on the logarithm of a product's time in a layout, or with a bias, over its time with K fastest and without one
-(`perfmodel.layouts`), from `layouts.parquet` (`hil.layouts`). First they learn from the quick timings alone and are judged on the
-careful ones, whose products are others: by themselves, and together with the model of times with K fastest as it ships. Those
-that are written learn from both.
+Trees on the logarithm of a product's time in a layout, or with a bias, over its time with K fastest and without one, less what
+another kernel changes of that (`perfmodel.layouts`), from `layouts.parquet` (`hil.layouts`) and `choices` (`hil.choices`).
+First they learn from the quick timings alone and are judged on the careful ones, whose products are others: by themselves, and
+together with the model of times with K fastest as it ships. Those that are written learn from both.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,9 @@ import perfmodel
 from perfmodel import hardware as hardware_module
 from perfmodel.calls import columns_of
 from perfmodel.data_folder import data_folder
-from perfmodel.kernels import BF16, BF16_BATCHED, K_FASTEST, Layout
-from perfmodel.layouts import FILE, MANIFEST, OTHERS, SCHEMA_VERSION, are_even, column, features, model_file
+from perfmodel.kernels import BF16, BF16_BATCHED, K_FASTEST, KERNELS, Layout
+from perfmodel.layouts import FILE, MANIFEST, OTHERS, SCHEMA_VERSION, Known, are_even, column, model_file
+from perfmodel.opened import choice_file
 from perfmodel.packed import pack
 from perfmodel.saved import write_whole
 from perfmodel.slim import slim
@@ -41,11 +43,11 @@ COVERAGE = 0.9
 SIZES = ["m", "n", "k", "groups"]
 
 
-def train(rows: pd.DataFrame, matrix: Array, names: list[str], layout: Layout, rounds: int = ROUNDS) -> Any:
-    """Trees on log(time in a layout / time with K fastest)."""
+def train(rows: pd.DataFrame, matrix: Array, as_if: Array, names: list[str], layout: Layout, rounds: int = ROUNDS) -> Any:
+    """Trees on log(time in a layout / time with K fastest) less `as_if`, which is as `perfmodel.layouts.Known.laid` gives it."""
     import xgboost
 
-    target = np.log(rows[column(layout)].to_numpy(dtype=float) / rows[column(K_FASTEST)].to_numpy(dtype=float))
+    target = np.log(rows[column(layout)].to_numpy(dtype=float) / rows[column(K_FASTEST)].to_numpy(dtype=float)) - as_if
     weight = np.where(rows["careful"], CAREFUL_WEIGHT, 1.0)
     return xgboost.train(PARAMETERS, xgboost.DMatrix(matrix, target, weight=weight, feature_names=names), rounds)
 
@@ -86,10 +88,15 @@ def judged(rows: pd.DataFrame, alone: Array, factor: Array, layout: Layout) -> l
     return found
 
 
-def fit(rows: pd.DataFrame, model: perfmodel.PerfModel) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """Learn and judge every layout's trees: what `judged` says of products that were timed with care, and files by name."""
-    sizes = columns_of(rows)
-    names, matrix = features(sizes, model)
+def fit(rows: pd.DataFrame, model: perfmodel.PerfModel, folder: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    """Learn and judge every layout's trees: what `judged` says of products that were timed with care, and files by name.
+
+    Args:
+        rows: Of `layouts.parquet`.
+        model: Of kernels' times with K fastest.
+        folder: That has what tells which kernel cuBLAS takes in each layout.
+    """
+    known = Known.of(columns_of(rows), model)
     careful = rows["careful"].to_numpy(dtype=bool)
     kernels = np.where(rows["groups"] > 1, BF16_BATCHED, BF16)
     alone = np.full((len(rows), 3), np.nan)
@@ -98,13 +105,29 @@ def fit(rows: pd.DataFrame, model: perfmodel.PerfModel) -> tuple[list[dict[str, 
     found, files = [], {}
     for layout in OTHERS:
         print(f"products of layout {'_'.join(layout)} ...", file=sys.stderr, flush=True)
-        timed = rows[column(layout)].notna().to_numpy()
-        quick, slow = timed & ~careful, timed & careful
-        booster = train(rows[quick], matrix[quick], names, layout)
-        factor = np.exp(booster.inplace_predict(matrix[slow]).astype(np.float64))
-        found += judged(rows[slow], alone[slow], factor, layout)
-        files[model_file(layout)] = pack(slim(train(rows[timed], matrix[timed], names, layout)))
+        timed = np.flatnonzero(rows[column(layout)].notna())
+        names, matrix, as_if = known.of_products(timed).laid(layout, model, folder)
+        mine, slow = rows.iloc[timed], careful[timed]
+        booster = train(mine[~slow], matrix[~slow], as_if[~slow], names, layout)
+        factor = np.exp(as_if[slow] + booster.inplace_predict(matrix[slow]).astype(np.float64))
+        found += judged(mine[slow], alone[timed][slow], factor, layout)
+        files[model_file(layout)] = pack(slim(train(mine, matrix, as_if, names, layout)))
     return found, files
+
+
+def answers(folder: Path) -> dict[str, bytes]:
+    """What tells which kernel cuBLAS takes in each layout, by its file's name in the models folder.
+
+    Raises:
+        ValueError: cuBLAS was not asked of one.
+    """
+    names = [choice_file(name) for name, spec in KERNELS.items() if spec.across]
+    if missing := [name for name in names if not (folder / "choices" / name).is_file()]:
+        raise ValueError(
+            f"{folder / 'choices' / missing[0]} is not there; ask cuBLAS with: python -m hil.choices --out {folder} "
+            "--kernels 'torch/bf16_*_*' torch/bf16_bias"
+        )
+    return {name: (folder / "choices" / name).read_bytes() for name in names}
 
 
 def main() -> int:
@@ -115,14 +138,20 @@ def main() -> int:
     folder = data_folder() / options.hardware
     if not (folder / FILE).is_file():
         parser.error(f"{folder / FILE} is not there; measure it with: python -m hil.layouts --out {folder}")
-    rows = pd.read_parquet(folder / FILE)
-    found, files = fit(rows, perfmodel.load(options.hardware))
+    try:
+        choices = answers(folder)
+    except ValueError as error:
+        parser.error(str(error))
+    rows, models = pd.read_parquet(folder / FILE), folder / "models"
+    for name, content in choices.items():
+        write_whole(models / name, content)
+    found, files = fit(rows, perfmodel.load(options.hardware), models)
     manifest = {
         "schema_version": SCHEMA_VERSION, "hardware": options.hardware,
         "command": f"python -m perfmodel.fit_layouts --hardware {options.hardware}", "products": len(rows), "judged": found,
     }  # fmt: skip
     for name, content in (*files.items(), (MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())):
-        write_whole(folder / "models" / name, content)
+        write_whole(models / name, content)
     told = f"{'as K fastest':20s} {'told in it':30s} inside  factor alone"
     print(f"{'layout':16s} {'':8s} {'sizes':7s} {'n':>5s}   {told}")
     for entry in found:

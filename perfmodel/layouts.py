@@ -3,39 +3,42 @@
 `torch/bf16` and `torch/bf16_batched` are timed and learned with K fastest in both operands, as a layer's output reads its input
 and its weight. A gradient reads one of them, or both, across: cuBLAS has other kernels for that, and where sizes are odd far
 older ones. A layer's output may have a bias that the kernel adds, for which cuBLAS chooses otherwise again: that is learned as
-one more layout, of single products. Trees of a layout say by which factor, by the sizes, by what the product and its transpose
-take with K fastest, and by which kernel cuBLAS takes for them then (`perfmodel.fit_layouts`, from `hil.layouts`).
+one more layout, of single products. Which kernel cuBLAS takes in a layout is learned from its answers (`hil.choices`), and what
+that kernel would take with K fastest is known; by which factor the product takes longer than so, trees of a layout say, by the
+sizes, by what the product and its transpose take with K fastest, and by which kernels (`perfmodel.fit_layouts`, from
+`hil.layouts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from perfmodel import hardware as hardware_module
+from perfmodel import opened
 from perfmodel.calls import of_calls
-from perfmodel.choice import asked, chosen_features
 from perfmodel.data_folder import data_folder
 from perfmodel.features import alignment, gemm_features, waves
 from perfmodel.hardware import HardwareSpec
 from perfmodel.in_step import VECTOR
-from perfmodel.kernels import ACROSS, BF16, BF16_BATCHED, BIASED, K_FASTEST, KERNELS, Layout
+from perfmodel.kernels import ACROSS, BF16, BF16_BATCHED, BIASED, K_FASTEST, KERNELS, Layout, laid
 from perfmodel.roofline import moved_bytes
 from perfmodel.trees import Trees
 
 if TYPE_CHECKING:
     from perfmodel.calls import Sizes
+    from perfmodel.choice import Choice
     from perfmodel.model import PerfModel
 
 Array = npt.NDArray[np.float64]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 FILE, MANIFEST = "layouts.parquet", "layouts.json"
 OTHERS = (*ACROSS, BIASED)
 LAYOUTS = (K_FASTEST, *OTHERS)
@@ -53,64 +56,98 @@ def model_file(layout: Layout) -> str:
     return f"layouts__{'_'.join(layout)}.ubj.gz"
 
 
-def features(sizes: Sizes, model: PerfModel) -> tuple[list[str], Array]:
-    """Names and (products, features) matrix of products.
+class Known(NamedTuple):
+    """What is known of products with K fastest.
+
+    Attributes:
+        sizes: m, n, k and groups, 1-D arrays.
+        us: What they are told to take, in microseconds, (products,).
+        names: Of the columns.
+        matrix: Features, (products, features).
+    """
+
+    sizes: Sizes
+    us: Array
+    names: list[str]
+    matrix: Array
+
+    @classmethod
+    def of(cls, sizes: Sizes, model: PerfModel) -> Known:
+        """By sizes, times, and which kernel cuBLAS takes with K fastest: for products and for their transposes.
+
+        Args:
+            sizes: m, n, k and groups, 1-D arrays.
+            model: Of kernels' times.
+        """
+        m, n, k, groups = sizes
+        hardware = model.hardware
+        (alone_us, chosen, own), (turned_us, _, turned) = (_chosen(model, way) for way in (sizes, (n, m, k, groups)))
+        names, matrix = gemm_features(BF16, m, n, k, groups, hardware)
+        moved = moved_bytes(KERNELS[BF16], m, n, k, groups)
+        along_m, along_n, along_k = (alignment(size) for size in (m, n, k))
+        columns: dict[str, Array] = {
+            "log2_alone": np.log2(alone_us), "log_turned_over_alone": np.log(turned_us / alone_us),
+            "log2_alone_over_bytes": np.log2(alone_us * hardware.copy_bandwidth_tbs * 1e6 / moved),
+            "align_mn": np.minimum(along_m, along_n), "align_mk": np.minimum(along_m, along_k),
+            "align_nk": np.minimum(along_n, along_k),
+            "last_m": (m - 1) % 128 + 1, "last_n": (n - 1) % 128 + 1, "last_k": (k - 1) % 64 + 1,
+            "last_m_of_256": (m - 1) % 256 + 1, "last_n_of_256": (n - 1) % 256 + 1,
+            "log2_less_of_mn": np.log2(np.minimum(m, n)), "log2_more_of_mn": np.log2(np.maximum(m, n)),
+            "log2_k_over_groups": np.log2(k / groups),
+        }  # fmt: skip
+        for tile_m, tile_n in _TILES:
+            tiles, name = np.ceil(m / tile_m) * np.ceil(n / tile_n) * groups, f"{tile_m}x{tile_n}"
+            columns[f"log2_waves_{name}"], columns[f"wave_fill_{name}"] = waves(tiles, hardware.multiprocessors)
+            columns[f"tile_fill_{name}"] = groups * m * n / (tiles * tile_m * tile_n)
+        names += [*columns, *chosen, *(f"turned_{name}" for name in chosen)]
+        return cls(sizes, alone_us, names, np.column_stack([matrix, *columns.values(), own, turned]))
+
+    def of_products(self, products: slice | npt.NDArray[np.intp]) -> Known:
+        """Of some of them."""
+        m, n, k, groups = self.sizes
+        sizes = m[products], n[products], k[products], groups[products]
+        return Known(sizes, self.us[products], self.names, self.matrix[products])
+
+    def laid(self, layout: Layout, model: PerfModel, folder: Path) -> tuple[list[str], Array, Array]:
+        """What is known of them in a layout, by which kernel cuBLAS takes for them there.
+
+        Args:
+            layout: Of their operands.
+            model: Of kernels' times with K fastest.
+            folder: That has what tells which kernel cuBLAS takes.
+
+        Returns:
+            Names and (products, features) matrix; and the logarithm of what they would take with K fastest by that kernel, over
+            what they take by their own, (products,).
+        """
+        us, chosen, columns = _chosen(model, self.sizes, lambda kernel: opened.choice(folder, laid(kernel, layout)))
+        as_if = np.log(us / self.us)
+        names = [*self.names, *(f"laid_{name}" for name in chosen), "log_laid_over_alone"]
+        return names, np.column_stack([self.matrix, columns, as_if]), as_if
+
+
+def _chosen(model: PerfModel, sizes: Sizes, choice_of: Callable[[str], Choice] | None = None) -> tuple[Array, list[str], Array]:
+    """Of which kernel cuBLAS is told to take: microseconds with K fastest, names, and (products, features) with how sure that is.
 
     Args:
-        sizes: m, n, k and groups, 1-D arrays.
-        model: Of kernels' times, and of which kernel cuBLAS takes, with K fastest: for the products and for their transposes.
+        model: Of kernels' times.
+        sizes: Of the products.
+        choice_of: Tells it of a kernel's products, by default as they take with K fastest.
     """
-    m, n, k, groups = sizes
-    hardware, (alone_us, turned_us) = model.hardware, both_ways(model, sizes)
-    names, matrix = gemm_features(BF16, m, n, k, groups, hardware)
-    moved = moved_bytes(KERNELS[BF16], m, n, k, groups)
-    along_m, along_n, along_k = (alignment(size) for size in (m, n, k))
-    columns: dict[str, Array] = {
-        "log2_alone": np.log2(alone_us), "log_turned_over_alone": np.log(turned_us / alone_us),
-        "log2_alone_over_bytes": np.log2(alone_us * hardware.copy_bandwidth_tbs * 1e6 / moved),
-        "align_mn": np.minimum(along_m, along_n), "align_mk": np.minimum(along_m, along_k),
-        "align_nk": np.minimum(along_n, along_k),
-        "last_m": (m - 1) % 128 + 1, "last_n": (n - 1) % 128 + 1, "last_k": (k - 1) % 64 + 1,
-        "last_m_of_256": (m - 1) % 256 + 1, "last_n_of_256": (n - 1) % 256 + 1,
-        "log2_less_of_mn": np.log2(np.minimum(m, n)), "log2_more_of_mn": np.log2(np.maximum(m, n)),
-        "log2_k_over_groups": np.log2(k / groups),
-    }  # fmt: skip
-    for tile_m, tile_n in _TILES:
-        tiles, name = np.ceil(m / tile_m) * np.ceil(n / tile_n) * groups, f"{tile_m}x{tile_n}"
-        columns[f"log2_waves_{name}"], columns[f"wave_fill_{name}"] = waves(tiles, hardware.multiprocessors)
-        columns[f"tile_fill_{name}"] = groups * m * n / (tiles * tile_m * tile_n)
-    for which, way in (("", sizes), ("turned_", (n, m, k, groups))):
-        chosen, found = _chosen(model, way)
-        columns |= {f"{which}{name}": column for name, column in zip(chosen, found.T, strict=True)}
-    return [*names, *columns], np.column_stack([matrix, *columns.values()])
-
-
-def _chosen(model: PerfModel, sizes: Sizes) -> tuple[list[str], Array]:
-    """Names and (products, features) matrix of which kernel cuBLAS is told to take with K fastest, and how sure that is."""
-    names, result, groups = list[str](), np.empty((0, 0)), sizes[3]
-    for kernel, rows in ((BF16, np.flatnonzero(groups == 1)), (BF16_BATCHED, np.flatnonzero(groups > 1))):
-        if not len(rows):
+    names, us, result = list[str](), np.empty(len(sizes[3])), np.empty((0, 0))
+    for kernel, products in ((BF16, np.flatnonzero(sizes[3] == 1)), (BF16_BATCHED, np.flatnonzero(sizes[3] > 1))):
+        if not len(products):
             continue
-        choice, (m, n, k, some) = model.choice(kernel), of_calls(sizes, rows)
-        assert choice is not None  # every GPU whose layouts were timed has been asked
-        parts, doubt = choice.told(asked(kernel, m, n, k, some, model.hardware))
-        names, columns = chosen_features(parts, m, n, k, some, model.hardware)
+        some = of_calls(sizes, products)
+        seen = model.seen(kernel, some, choice_of(kernel) if choice_of else None)
+        us[products] = model.times_of(kernel, some, seen)[:, 0]
+        mine = [place for place, name in enumerate(seen.names) if "chosen" in name and name != "chosen_doubt"]
+        assert mine  # every GPU whose layouts were timed has been asked
+        names = [seen.names[place] for place in mine]
         if not result.size:
-            result = np.empty((len(groups), len(names) + 1))
-        result[rows] = np.column_stack([columns, doubt])
-    return [*names, "chosen_doubt"], result
-
-
-def both_ways(model: PerfModel, sizes: Sizes) -> tuple[Array, Array]:
-    """Microseconds with K fastest of products and of their transposes, by a model of kernels' times."""
-    m, n, k, groups = sizes
-    kernels = np.where(groups > 1, BF16_BATCHED, BF16)
-    calls = {
-        "kernel": np.concatenate([kernels, kernels]).tolist(), "m": np.concatenate([m, n]), "n": np.concatenate([n, m]),
-        "k": np.concatenate([k, k]), "groups": np.concatenate([groups, groups]),
-    }  # fmt: skip
-    both = np.asarray(model.predict(calls)["time_us"], dtype=np.float64)
-    return both[: len(m)], both[len(m) :]
+            result = np.empty((len(us), len(mine) + 1))
+        result[products] = np.column_stack([seen.matrix[:, mine], seen.doubt])
+    return us, [*names, "chosen_doubt"], result
 
 
 @dataclass(frozen=True)
@@ -168,12 +205,13 @@ class LayoutModel:
         if not places:
             return factor, off
         some = of_calls(sizes, np.concatenate(list(places.values())))
-        _, matrix = features(some, self.times)
+        known = Known.of(some, self.times)
         even, batched = are_even(some), some[3] > 1
         start = 0
         for layout, rows in places.items():
             mine = slice(start, start := start + len(rows))
-            factor[rows] = np.exp(self._trees(layout).predict(matrix[mine]))
+            _, matrix, as_if = known.of_products(mine).laid(layout, self.times, self.folder)
+            factor[rows] = np.exp(as_if + self._trees(layout).predict(matrix))
             off[rows] = [self._off[layout, *sort] for sort in zip(batched[mine].tolist(), even[mine].tolist(), strict=True)]
         return factor, off
 

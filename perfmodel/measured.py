@@ -19,7 +19,7 @@ from perfmodel.data_folder import data_folder
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import KERNELS, MEMORY_KINDS, library_of
 from perfmodel.memory_plan import launches
-from perfmodel.model import choice_file
+from perfmodel.opened import choice_file
 from perfmodel.steady import settled
 
 Array = npt.NDArray[np.float64]

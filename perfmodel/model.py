@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
+from perfmodel import opened
 from perfmodel.calls import Columns, Sizes, columns_of, kernels_of, of_calls, places_of
 from perfmodel.choice import Choice
 from perfmodel.compiled import worth_compiling
@@ -23,7 +22,8 @@ from perfmodel.data_folder import data_folder
 from perfmodel.hardware import HardwareSpec, serving
 from perfmodel.kernels import BF16, KERNELS, of_kernel
 from perfmodel.network import Network, single_threaded
-from perfmodel.pairs import Agreement, Asked, Pair, agreed_factors, pair_file, pairs_in
+from perfmodel.opened import choice_file, model_file, network_file
+from perfmodel.pairs import Agreement, Asked, Pair, agreed_factors, pairs_in
 from perfmodel.prediction import Seen, at_edge, baseline_us, bounds_of, gap_octaves, no_less, wider
 from perfmodel.trees import Trees
 
@@ -40,70 +40,6 @@ Array = npt.NDArray[np.float64]
 # Threads of a prediction; rows of one kernel that one works on at once, few enough for its cache; and rows from which on more
 # than one is woken.
 THREADS, _ROWS_AT_ONCE, _MANY_ROWS = 2, 8192, 4096
-
-
-def model_file(kernel: str) -> str:
-    """File name of a kernel's trees inside the models folder."""
-    return kernel.replace("/", "__") + ".ubj.gz"
-
-
-def network_file(kernel: str) -> str:
-    """File name of a kernel's network, where it has one."""
-    return kernel.replace("/", "__") + ".network.json.gz"
-
-
-def choice_file(kernel: str) -> str:
-    """File name of what tells which of its kernels the library chooses, where there is such a thing."""
-    return kernel.replace("/", "__") + ".choice.json.gz"
-
-
-class _Stamp(NamedTuple):
-    """A file as it is now: another one of the same name has another time or size."""
-
-    path: Path
-    changed_ns: int
-    size: int
-
-    @classmethod
-    def of(cls, path: Path) -> _Stamp:
-        """The file's, or a stamp that no file has where there is none."""
-        try:
-            found = path.stat()
-        except OSError:
-            return cls(path, -1, -1)
-        return cls(path, found.st_mtime_ns, found.st_size)
-
-
-@lru_cache(maxsize=128)
-def _learned(trees: _Stamp, network: _Stamp | None = None) -> tuple[Network | None, Trees]:
-    """What a kernel's files hold; models that are opened again share it."""
-    path = trees.path
-    try:
-        forest, smooth = Trees(path.read_bytes()), None
-        if network is not None:
-            path = network.path
-            smooth = Network.load(gzip.decompress(path.read_bytes()))
-    except (EOFError, OSError, zlib.error, ValueError) as error:
-        raise ValueError(f"{path} is missing or truncated; copy the folder again") from error
-    return smooth, forest
-
-
-@lru_cache(maxsize=128)
-def _choice(saved: _Stamp) -> Choice:
-    """What a kernel's file of choices holds; models that are opened again share it."""
-    try:
-        return Choice.load(gzip.decompress(saved.path.read_bytes()))
-    except (EOFError, OSError, zlib.error, ValueError) as error:
-        raise ValueError(f"{saved.path} is missing or truncated; copy the folder again") from error
-
-
-@lru_cache(maxsize=32)
-def _pair_trees(saved: _Stamp) -> Trees:
-    """What a pair's file holds; models that are opened again share it."""
-    try:
-        return Trees(saved.path.read_bytes())
-    except (EOFError, OSError, zlib.error, ValueError) as error:
-        raise ValueError(f"{saved.path} is missing or truncated; copy the folder again") from error
 
 
 @dataclass(frozen=True)
@@ -164,8 +100,8 @@ class PerfModel:
             ValueError: a file is missing or damaged.
         """
         if kernel not in self._loaded:
-            names = [model_file(kernel), *([network_file(kernel)] if self.manifest["kernels"][kernel].get("network") else [])]
-            self._loaded[kernel] = _learned(*(_Stamp.of(self.folder / name) for name in names))
+            with_network = bool(self.manifest["kernels"][kernel].get("network"))
+            self._loaded[kernel] = opened.learned(self.folder, kernel, with_network)
         return self._loaded[kernel]
 
     def choice(self, kernel: str) -> Choice | None:
@@ -174,13 +110,13 @@ class PerfModel:
         Raises:
             ValueError: its file is missing or damaged.
         """
-        has = self.manifest["kernels"][kernel].get("choice")
-        return _choice(_Stamp.of(self.folder / choice_file(kernel))) if has else None
+        return opened.choice(self.folder, kernel) if self.manifest["kernels"][kernel].get("choice") else None
 
-    def seen(self, kernel: str, sizes: Sizes) -> Seen:
-        """What the trees see of calls of one kernel."""
+    def seen(self, kernel: str, sizes: Sizes, choice: Choice | None = None) -> Seen:
+        """What the trees see of calls of one kernel; with another `choice`, as if the library chose by that."""
         sizes = at_edge(sizes, self.manifest["kernels"][kernel]["range"])
-        return Seen.of(kernel, sizes, self.hardware, self.choice(kernel), self.learned(kernel)[0], self.planned(kernel))
+        choice = choice or self.choice(kernel)
+        return Seen.of(kernel, sizes, self.hardware, choice, self.learned(kernel)[0], self.planned(kernel))
 
     def planned(self, kernel: str) -> int:
         """With how much of what is known of a launch its trees were fitted (`perfmodel.features.PLANNED`)."""
@@ -202,9 +138,9 @@ class PerfModel:
         Raises:
             ValueError: their file is missing or damaged.
         """
-        return _pair_trees(_Stamp.of(self.folder / pair_file(pair)))
+        return opened.pair_trees(self.folder, pair)
 
-    def _times(self, kernel: str, sizes: Sizes, seen: Seen) -> Array:
+    def times_of(self, kernel: str, sizes: Sizes, seen: Seen) -> Array:
         """Times of calls of one kernel and both ends of their intervals, (calls, 3), by what its trees see of them."""
         entry = self.manifest["kernels"][kernel]
         ratio = seen.smooth + self.learned(kernel)[1].predict(seen.matrix).astype(np.float64)
@@ -323,7 +259,7 @@ class PerfModel:
             name, rows = part
             sizes = of_calls((m, n, k, groups), rows)
             seen = self.seen(name, sizes)
-            result[rows] = self._times(name, sizes, seen)
+            result[rows] = self.times_of(name, sizes, seen)
             return seen if name in paired else None
 
         # Each kernel's files are read once before two threads may ask for them.

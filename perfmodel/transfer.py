@@ -20,7 +20,8 @@ from perfmodel.choice import Choice
 from perfmodel.hardware import HardwareSpec
 from perfmodel.judge import SHAPE
 from perfmodel.learn import NEXT_ROUNDS, Learned
-from perfmodel.model import PerfModel, model_file
+from perfmodel.model import PerfModel
+from perfmodel.opened import model_file
 
 # Of shapes to be judged, so many may be known from the other GPU, as common sizes are: they flatter little, and forgetting them
 # takes a minute of a GPU's host for every library's GEMM.

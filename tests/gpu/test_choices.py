@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hil import choices, teaching
-from hil.asking import KERNELS_ASKED, Recorder, answers
+from hil.asking import KERNELS_ASKED, LAYOUTS_ASKED, Recorder, answers
 from hil.kernels import RUNNERS
 from hil.kernels.base import Shape
 from hil.timing import BufferPool
@@ -18,7 +18,7 @@ from perfmodel.choice import PARTS, asked
 from perfmodel.kernels import KERNELS
 
 
-@pytest.mark.parametrize("name", KERNELS_ASKED)
+@pytest.mark.parametrize("name", [*KERNELS_ASKED, *LAYOUTS_ASKED])
 def test_captured_names_are_those_of_the_kernels_that_run(name):
     draw, pool, recorder = random.SystemRandom(), BufferPool(elements=2**27), Recorder()
     for _ in range(4):
@@ -42,7 +42,7 @@ def test_captured_names_are_those_of_the_kernels_that_run(name):
 
 def test_calls_captured_together_are_named_as_each_by_itself():
     draw, pool, recorder = random.SystemRandom(), BufferPool(elements=2**27), Recorder()
-    for name in KERNELS_ASKED:
+    for name in (*KERNELS_ASKED, *LAYOUTS_ASKED):
         products = 1 if KERNELS[name].kind == "gemm" else 7
         step = max(16, KERNELS[name].multiple_n)
         shapes = [Shape(*(step * draw.randint(1, 40) for _ in range(3)), products) for _ in range(20)]

@@ -10,6 +10,7 @@ import pytest
 
 import hil.fingerprint
 import hil.kernels
+import perfmodel
 from hil import asked as careful
 from hil import asking, choices, teaching
 from hil.begun import gone_on
@@ -19,8 +20,8 @@ from perfmodel.calls import columns_of
 from perfmodel.choice import PARTS, TILE, Choice, are_largest, asked, grid_of, parts_of, vocabulary
 from perfmodel.data_folder import data_folder
 from perfmodel.fits import CONTEXT, NEVER
-from perfmodel.model import choice_file
 from perfmodel.network import Experts
+from perfmodel.opened import choice_file
 from perfmodel.saved import read_spec
 
 KERNEL = "torch/fp8_tensorwise_fast"
@@ -283,6 +284,51 @@ def test_from_answers_in_a_file_networks_are_written(library, tmp_path, monkeypa
     assert all(judged == sidecar["kernels"][name] for name, judged in again.items() if name != KERNEL)
     choice = Choice.load(gzip.decompress((tmp_path / "choices" / choice_file(KERNEL)).read_bytes()))
     assert set(choice.kernels[:, 0]) == {64, 128} and np.isfinite(choice.network.layers[0][0]).all()
+
+
+def test_products_in_other_layouts_are_asked_where_they_are_named_and_go_on_from_k_fastest(library, tmp_path, monkeypatch):
+    """They leave out what was timed with care, and know nothing of the largest calls."""
+    bias, begun = "torch/bf16_bias", []
+    monkeypatch.setattr(hil.kernels, "RUNNERS", {bias: hil.kernels.RUNNERS[KERNEL]})
+    first = asking.answers((bias,), 0, 7, NONE, 60.0, 1200)
+    assert set(first["kernel"]) == {bias}
+    timed = first[["m", "n", "k", "groups"]].assign(careful=np.arange(len(first)) % 2 == 0)
+    timed.to_parquet(tmp_path / "layouts.parquet")
+    (known,) = choices.timed_with_care(tmp_path)
+    again = asking.answers((bias,), 0, 7, asking.keys_of(known), 60.0, 1200)
+    shapes = [set(map(tuple, rows[["m", "n", "k", "groups"]].to_numpy().tolist())) for rows in (timed, known, again)]
+    assert len(shapes[1]) == 600 and not shapes[1] & shapes[2] and shapes[0] & shapes[2]
+
+    def learn(kernel, rows, start, **options):
+        begun.append(start)
+        return choice_of(first), {}
+
+    def choice_of(rows):
+        return choices.learn(bias, rows, hardware.load("h200"), 1, 16)[0]
+
+    monkeypatch.setattr(choices, "learn", learn)
+    first.to_parquet(tmp_path / "answers.parquet")
+    arguments = ["--out", str(tmp_path), "--answers", str(tmp_path / "answers.parquet"), "--start", "h200"]
+    assert choices.main([*arguments, "--kernels", "torch/bf16_b*s"]) == 0
+    shipped = perfmodel.load("h200").choice("torch/bf16")
+    assert begun[0].largest is None and shipped.largest is not None and begun[0].network is shipped.network
+    assert list(json.loads((tmp_path / "choices.json").read_text())["kernels"]) == [bias]
+    # Others are not learned unless they are named.
+    assert choices.main(arguments) == 0 and len(begun) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "transposed"),
+    [
+        ("nvjet_sm90_tst_128x192_64x5_4x2_h_bz_coopB_NNN", 1), ("nvjet_sm90_tst_64x8_64x16_1x4_h_bz_NNT", 0),
+        ("nvjet_sm90_tst_320x64_64x4_2x4_h_bz_NTN", 1), ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_bias_TNT", 0),
+        ("nvjet_sm90_tst_128x192_64x5_1x4_h_bz_coopB_bias_TNN", 1),
+    ],
+)  # fmt: skip
+def test_whether_a_result_is_stored_transposed_is_the_last_letter_of_its_layout(name, transposed):
+    tile, *_ = name.removeprefix("nvjet_sm90_tst_").split("_")
+    parts = dict(zip(PARTS, parts_of([name]), strict=True))
+    assert parts["layout"] == transposed and f"{parts['tile_n']}x{parts['tile_m']}" == tile
 
 
 def test_the_largest_calls_have_networks_that_those_in_the_folder_hand_them_on_to(library, tmp_path):

@@ -24,7 +24,7 @@ from loka_sim.errors import DataError, UserError
 from loka_sim.validation import measuring
 from perfmodel.judge import SHAPE
 from perfmodel.kernels import KERNELS
-from perfmodel.model import choice_file
+from perfmodel.opened import choice_file
 
 MACHINE = {
     "gpu": "NVIDIA H100 80GB HBM3", "capability": "9.0", "l2_bytes": 50 * 2**20, "multiprocessors": 132, "memory_bytes": 85e9,

@@ -10,6 +10,7 @@ import pytest
 import perfmodel
 from perfmodel import fit_layouts, hardware, kernels, layouts
 from perfmodel.data_folder import data_folder
+from perfmodel.opened import choice_file
 from perfmodel.refine import refine
 
 H200 = hardware.load("h200")
@@ -136,10 +137,12 @@ def test_products_timed_with_care_are_nearer_in_their_layout_than_with_k_fastest
     assert not set(careful[fit_layouts.SIZES].itertuples(index=False)) & set(quick[fit_layouts.SIZES].itertuples(index=False))
     times = perfmodel.load()
     rows = pd.concat([quick, careful], ignore_index=True)
-    names, matrix = layouts.features(fit_layouts.columns_of(rows), times)
-    of_quick = np.arange(len(rows)) < len(quick)
     layout = ("column", "row")
-    factor = np.exp(fit_layouts.train(quick, matrix[of_quick], names, layout, rounds=250).inplace_predict(matrix[~of_quick]))
+    known = layouts.Known.of(fit_layouts.columns_of(rows), times)
+    names, matrix, as_if = known.laid(layout, times, SHIPPED.folder)
+    of_quick = np.arange(len(rows)) < len(quick)
+    trees = fit_layouts.train(quick, matrix[of_quick], as_if[of_quick], names, layout, rounds=250)
+    factor = np.exp(as_if[~of_quick] + trees.inplace_predict(matrix[~of_quick]))
     asked = careful[fit_layouts.SIZES].assign(kernel=np.where(careful["groups"] > 1, "torch/bf16_batched", "torch/bf16"))
     found = fit_layouts.judged(careful, times.predict(asked).to_numpy(), factor, layout)
     assert sum(entry["n"] for entry in found) == len(careful)
@@ -157,10 +160,53 @@ def test_another_gpu_has_those_of_the_nearest():
 def test_trees_that_are_damaged_are_named(tmp_path):
     name = layouts.model_file(("row", "row"))
     for layout in kernels.ACROSS:
-        shutil.copy(FOLDER / "models" / layouts.model_file(layout), tmp_path)
+        for file in (layouts.model_file(layout), choice_file(kernels.laid("torch/bf16", layout))):
+            shutil.copy(FOLDER / "models" / file, tmp_path)
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:1000])
     with pytest.raises(ValueError, match=name):
         dataclasses.replace(SHIPPED, folder=tmp_path).told([("row", "row")], [64], [64], [64], [1])
+
+
+def test_a_layouts_kernels_are_those_that_cublas_was_asked_of(tmp_path):
+    """Where one is missing, it is said how to ask; and by another's, a product takes another time."""
+    assert set(fit_layouts.answers(FOLDER)) == {choice_file(name) for name, spec in kernels.KERNELS.items() if spec.across}
+    for file in FOLDER.glob("choices/torch__bf16_*"):
+        (tmp_path / "choices").mkdir(exist_ok=True)
+        if "column_row" not in file.name:
+            shutil.copy(file, tmp_path / "choices")
+    with pytest.raises(ValueError, match="column_row.choice.json.gz is not there; ask cuBLAS with: python -m hil.choices --out"):
+        fit_layouts.answers(tmp_path)
+    shutil.copytree(FOLDER / "models", tmp_path / "models")
+    other, own = (
+        tmp_path / "models" / choice_file(kernels.laid("torch/bf16", lies)) for lies in (("row", "row"), kernels.BIASED)
+    )
+    shutil.copy(other, own)
+    sizes = [CAREFUL_BIASED[name].to_numpy() for name in fit_layouts.SIZES]
+    lies = [kernels.BIASED] * len(CAREFUL_BIASED)
+    factor, moved = (found.told(lies, *sizes)[0] for found in (SHIPPED, dataclasses.replace(SHIPPED, folder=tmp_path / "models")))
+    assert (np.abs(np.log(moved / factor)) > 0.01).mean() > 0.1
+
+
+def test_by_another_kernel_it_takes_what_that_takes_with_k_fastest():
+    """`as_if` is nothing where the kernel is the same, and hangs on what is asked of it alone."""
+    times = perfmodel.load()
+    known = layouts.Known.of(fit_layouts.columns_of(CAREFUL[fit_layouts.SIZES]), times)
+    np.testing.assert_allclose(known.us, times.predict(alone_of(CAREFUL))["time_us"], rtol=1e-6)
+    names, matrix, as_if = known.laid(("row", "row"), times, SHIPPED.folder)
+    own, laid_so = (
+        matrix[:, [names.index(f"{which}chosen_{part}") for part in ("tile_n", "tile_m", "cluster_n", "cluster_m", "split_k")]]
+        for which in ("", "laid_")
+    )
+    doubt = [matrix[:, names.index(f"{which}chosen_doubt")] for which in ("", "laid_")]
+    alike = (own == laid_so).all(axis=1)
+    assert 0.1 < alike.mean() < 0.9
+    assert np.abs(as_if[alike]).mean() < 0.3 * np.abs(as_if[~alike]).mean() and (doubt[0] != doubt[1]).any()
+    some = np.array([5, 40, 41])
+    np.testing.assert_allclose(known.of_products(some).laid(("row", "row"), times, SHIPPED.folder)[2], as_if[some], atol=1e-5)
+
+
+def alone_of(rows):
+    return rows[fit_layouts.SIZES].assign(kernel=np.where(rows["groups"] > 1, "torch/bf16_batched", "torch/bf16"))
 
 
 def test_a_machine_that_measured_k_fastest_alone_corrects_what_follows_from_it():

@@ -19,7 +19,7 @@ from perfmodel.measured import (
     read_choices,
     read_timings,
 )
-from perfmodel.model import choice_file
+from perfmodel.opened import choice_file
 
 
 def write(folder, commands: list[str], rows: list[int], name: str = "gemm") -> pd.DataFrame:

@@ -19,8 +19,9 @@ from perfmodel.fit import HELD_OUT_SWEEPS, NEVER_SEEN, read_timings
 from perfmodel.held_out import choice_regret, class_profile, folds_of, interval_factors
 from perfmodel.judge import SHAPE
 from perfmodel.measured import launch_files
-from perfmodel.model import PerfModel, model_file, network_file
+from perfmodel.model import PerfModel
 from perfmodel.network import Network
+from perfmodel.opened import model_file, network_file
 from perfmodel.packed import unpack
 from perfmodel.prediction import ROOFLINE_SHARE, baseline_us, size_class
 from perfmodel.roofline import roofline_us

@@ -10,7 +10,8 @@ import perfmodel
 from perfmodel.calls import columns_of
 from perfmodel.correction import fit_local, fit_machine
 from perfmodel.fit import SHAPE, read_timings
-from perfmodel.model import PerfModel, choice_file, model_file, network_file
+from perfmodel.model import PerfModel
+from perfmodel.opened import choice_file, model_file, network_file
 from perfmodel.refine import LEAST_ROWS_NEW, interval_bounds, least_needed, main, refine
 from perfmodel.refinement import Refinement
 from perfmodel.roofline import roofline_us
