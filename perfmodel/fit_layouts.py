@@ -1,11 +1,13 @@
 """Learn what bf16 GEMMs take in the layouts of a training step and with a bias; judge it on products timed with more care.
 
     python -m perfmodel.fit_layouts --hardware h200
+    python -m perfmodel.fit_layouts --judge data/h200/across
 
 Trees on the logarithm of a product's time in a layout, or with a bias, over its time with K fastest and without one, less what
 another kernel changes of that (`perfmodel.layouts`), from `layouts.parquet` (`hil.layouts`) and `choices` (`hil.choices`).
 First they learn from the quick timings alone and are judged on the careful ones, whose products are others: by themselves, and
-together with the model of times with K fastest as it ships. Those that are written learn from both.
+together with the model of times with K fastest as it ships. Those that are written learn from both. With `--judge` nothing is
+learned: those that ship are judged on what a folder has of products that they have not seen.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import perfmodel
 from perfmodel import hardware as hardware_module
 from perfmodel.calls import columns_of
 from perfmodel.data_folder import data_folder
-from perfmodel.kernels import BF16, BF16_BATCHED, K_FASTEST, KERNELS, Layout
+from perfmodel.kernels import BF16, BF16_BATCHED, K_FASTEST, KERNELS, Layout, laid
 from perfmodel.layouts import FILE, MANIFEST, OTHERS, SCHEMA_VERSION, Known, are_even, column, model_file
 from perfmodel.opened import choice_file
 from perfmodel.packed import pack
@@ -52,17 +54,18 @@ def train(rows: pd.DataFrame, matrix: Array, as_if: Array, names: list[str], lay
     return xgboost.train(PARAMETERS, xgboost.DMatrix(matrix, target, weight=weight, feature_names=names), rounds)
 
 
-def judged(rows: pd.DataFrame, alone: Array, factor: Array, layout: Layout) -> list[dict[str, Any]]:
+def judged(rows: pd.DataFrame, alone: Array, factor: Array, layout: Layout, bounds: Array | None = None) -> list[dict[str, Any]]:
     """How far off products of each sort are: taken for ones with K fastest, told in their layout, and by the factor alone.
 
     `off` is what nine in ten of the factors' logarithms are off by at most, and `inside` the share of times that lie in the
-    interval of both together.
+    interval: of both together, or as it is told.
 
     Args:
         rows: Products.
         alone: What they are told to take with K fastest, in microseconds, and both ends of the interval, (products, 3).
         factor: Told of the layout.
         layout: Of their operands.
+        bounds: Both ends of the interval that they are told in, (products, 2), where that is there already.
     """
     measured, timed = (rows[column(which)].to_numpy(dtype=float) for which in (layout, K_FASTEST))
     told, down, up = alone[:, 0] * factor, np.log(alone[:, 0] / alone[:, 1]), np.log(alone[:, 2] / alone[:, 0])
@@ -77,6 +80,8 @@ def judged(rows: pd.DataFrame, alone: Array, factor: Array, layout: Layout) -> l
             off, before, by_factor = (np.abs(us[mine] / measured[mine] - 1) for us in (told, alone[:, 0], timed * factor))
             width = float(np.quantile(np.abs(np.log(timed * factor / measured)[mine]), COVERAGE))
             inside = np.abs(error[mine]) <= np.hypot(np.where(error > 0, up, down)[mine], width)
+            if bounds is not None:
+                inside = ((bounds[:, 0] <= measured) & (measured <= bounds[:, 1]))[mine]
             found.append(
                 {
                     "layout": "_".join(layout), "batched": many, "even": lies_evenly, "n": int(mine.sum()),
@@ -115,6 +120,40 @@ def fit(rows: pd.DataFrame, model: perfmodel.PerfModel, folder: Path) -> tuple[l
     return found, files
 
 
+def judge(rows: pd.DataFrame, seen: pd.DataFrame, model: perfmodel.PerfModel) -> list[dict[str, Any]]:
+    """What `judged` says of the model as it is, on products timed with care that no fit saw.
+
+    Args:
+        rows: Of `layouts.parquet`.
+        seen: Of that which was learned from: its products are left out.
+        model: Of kernels' times, and of their layouts.
+    """
+    known = set(seen[SIZES].itertuples(index=False, name=None))
+    fresh = np.array([sizes not in known for sizes in rows[SIZES].itertuples(index=False, name=None)], dtype=bool)
+    found = []
+    for layout in OTHERS:
+        mine = rows[rows[column(layout)].notna() & rows["careful"] & fresh]
+        kernels = np.where(mine["groups"] > 1, BF16_BATCHED, BF16)
+        alone, told = (
+            model.predict(mine[SIZES].assign(kernel=names))[["time_us", "low_us", "high_us"]].to_numpy()
+            for names in (kernels, [laid(kernel, layout) for kernel in kernels])
+        )
+        found += judged(mine, alone, told[:, 0] / alone[:, 0], layout, told[:, 1:])
+    return found
+
+
+def _print(found: list[dict[str, Any]]) -> None:
+    told = f"{'as K fastest':20s} {'told in it':30s} inside  factor alone"
+    print(f"{'layout':16s} {'':8s} {'sizes':7s} {'n':>5s}   {told}")
+    for entry in found:
+        sort = f"{'batched' if entry['batched'] else '':8s} {'even' if entry['even'] else 'uneven':7s}"
+        print(
+            f"{entry['layout']:16s} {sort} {entry['n']:5d}  {entry['as_k_fastest']:6.1%} (p90 {entry['as_k_fastest_p90']:6.1%})"
+            f"  {entry['mape']:6.1%} (p90 {entry['p90']:6.1%}, worst {entry['worst']:.0%})  {entry['inside']:6.1%}"
+            f"  {entry['factor_alone']:6.1%} (90% within {entry['off']:.1%})"
+        )
+
+
 def answers(folder: Path) -> dict[str, bytes]:
     """What tells which kernel cuBLAS takes in each layout, by its file's name in the models folder.
 
@@ -134,10 +173,19 @@ def main() -> int:
     """Fit, judge, write."""
     parser = argparse.ArgumentParser(prog="python -m perfmodel.fit_layouts", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hardware", default="h200", choices=hardware_module.available())
+    parser.add_argument("--judge", type=Path, metavar="FOLDER", help=f"whose {FILE} to judge by, of products that no fit saw")
     options = parser.parse_args()
     folder = data_folder() / options.hardware
     if not (folder / FILE).is_file():
         parser.error(f"{folder / FILE} is not there; measure it with: python -m hil.layouts --out {folder}")
+    if options.judge is not None:
+        if not (options.judge / FILE).is_file():
+            parser.error(
+                f"{options.judge / FILE} is not there; measure it with: python -m hil.layouts --careful --out {options.judge}"
+            )
+        fresh, seen = (pd.read_parquet(path / FILE) for path in (options.judge, folder))
+        _print(judge(fresh, seen, perfmodel.load(options.hardware)))
+        return 0
     try:
         choices = answers(folder)
     except ValueError as error:
@@ -152,15 +200,7 @@ def main() -> int:
     }  # fmt: skip
     for name, content in (*files.items(), (MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())):
         write_whole(models / name, content)
-    told = f"{'as K fastest':20s} {'told in it':30s} inside  factor alone"
-    print(f"{'layout':16s} {'':8s} {'sizes':7s} {'n':>5s}   {told}")
-    for entry in found:
-        sort = f"{'batched' if entry['batched'] else '':8s} {'even' if entry['even'] else 'uneven':7s}"
-        print(
-            f"{entry['layout']:16s} {sort} {entry['n']:5d}  {entry['as_k_fastest']:6.1%} (p90 {entry['as_k_fastest_p90']:6.1%})"
-            f"  {entry['mape']:6.1%} (p90 {entry['p90']:6.1%}, worst {entry['worst']:.0%})  {entry['inside']:6.1%}"
-            f"  {entry['factor_alone']:6.1%} (90% within {entry['off']:.1%})"
-        )
+    _print(found)
     return 0
 
 

@@ -299,12 +299,11 @@ def test_products_in_other_layouts_are_asked_where_they_are_named_and_go_on_from
     shapes = [set(map(tuple, rows[["m", "n", "k", "groups"]].to_numpy().tolist())) for rows in (timed, known, again)]
     assert len(shapes[1]) == 600 and not shapes[1] & shapes[2] and shapes[0] & shapes[2]
 
+    made, _ = choices.learn(bias, first, hardware.load("h200"), 1, 16)
+
     def learn(kernel, rows, start, **options):
         begun.append(start)
-        return choice_of(first), {}
-
-    def choice_of(rows):
-        return choices.learn(bias, rows, hardware.load("h200"), 1, 16)[0]
+        return made, {}
 
     monkeypatch.setattr(choices, "learn", learn)
     first.to_parquet(tmp_path / "answers.parquet")
