@@ -51,7 +51,7 @@ def _numbers(name: str, column: pd.Series | Sequence[Any]) -> Array:
     return np.asarray(values, dtype=np.float64)
 
 
-def of_calls(sizes: Sizes, calls: npt.NDArray[np.intp]) -> Sizes:
+def of_calls(sizes: Sizes, calls: slice | npt.NDArray[np.intp]) -> Sizes:
     """Sizes of some calls, by their numbers."""
     m, n, k, groups = sizes
     return m[calls], n[calls], k[calls], groups[calls]

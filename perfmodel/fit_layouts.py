@@ -46,7 +46,7 @@ SIZES = ["m", "n", "k", "groups"]
 
 
 def train(rows: pd.DataFrame, matrix: Array, as_if: Array, names: list[str], layout: Layout, rounds: int = ROUNDS) -> Any:
-    """Trees on log(time in a layout / time with K fastest) less `as_if`, which is as `perfmodel.layouts.Known.laid` gives it."""
+    """Trees on log(time in a layout / time with K fastest) less `as_if`, as `perfmodel.layouts.Known.in_layout` gives it."""
     import xgboost
 
     target = np.log(rows[column(layout)].to_numpy(dtype=float) / rows[column(K_FASTEST)].to_numpy(dtype=float)) - as_if
@@ -111,7 +111,7 @@ def fit(rows: pd.DataFrame, model: perfmodel.PerfModel, folder: Path) -> tuple[l
     for layout in OTHERS:
         print(f"products of layout {'_'.join(layout)} ...", file=sys.stderr, flush=True)
         timed = np.flatnonzero(rows[column(layout)].notna())
-        names, matrix, as_if = known.of_products(timed).laid(layout, model, folder)
+        names, matrix, as_if = known.of_products(timed).in_layout(layout, model, folder)
         mine, slow = rows.iloc[timed], careful[timed]
         booster = train(mine[~slow], matrix[~slow], as_if[~slow], names, layout)
         factor = np.exp(as_if[slow] + booster.inplace_predict(matrix[slow]).astype(np.float64))

@@ -104,11 +104,9 @@ class Known(NamedTuple):
 
     def of_products(self, products: slice | npt.NDArray[np.intp]) -> Known:
         """Of some of them."""
-        m, n, k, groups = self.sizes
-        sizes = m[products], n[products], k[products], groups[products]
-        return Known(sizes, self.us[products], self.names, self.matrix[products])
+        return Known(of_calls(self.sizes, products), self.us[products], self.names, self.matrix[products])
 
-    def laid(self, layout: Layout, model: PerfModel, folder: Path) -> tuple[list[str], Array, Array]:
+    def in_layout(self, layout: Layout, model: PerfModel, folder: Path) -> tuple[list[str], Array, Array]:
         """What is known of them in a layout, by which kernel cuBLAS takes for them there.
 
         Args:
@@ -210,7 +208,7 @@ class LayoutModel:
         start = 0
         for layout, rows in places.items():
             mine = slice(start, start := start + len(rows))
-            _, matrix, as_if = known.of_products(mine).laid(layout, self.times, self.folder)
+            _, matrix, as_if = known.of_products(mine).in_layout(layout, self.times, self.folder)
             factor[rows] = np.exp(as_if + self._trees(layout).predict(matrix))
             off[rows] = [self._off[layout, *sort] for sort in zip(batched[mine].tolist(), even[mine].tolist(), strict=True)]
         return factor, off

@@ -139,7 +139,7 @@ def test_products_timed_with_care_are_nearer_in_their_layout_than_with_k_fastest
     rows = pd.concat([quick, careful], ignore_index=True)
     layout = ("column", "row")
     known = layouts.Known.of(fit_layouts.columns_of(rows), times)
-    names, matrix, as_if = known.laid(layout, times, SHIPPED.folder)
+    names, matrix, as_if = known.in_layout(layout, times, SHIPPED.folder)
     of_quick = np.arange(len(rows)) < len(quick)
     trees = fit_layouts.train(quick, matrix[of_quick], as_if[of_quick], names, layout, rounds=250)
     factor = np.exp(as_if[~of_quick] + trees.inplace_predict(matrix[~of_quick]))
@@ -212,7 +212,7 @@ def test_by_another_kernel_it_takes_what_that_takes_with_k_fastest():
     times = perfmodel.load()
     known = layouts.Known.of(fit_layouts.columns_of(CAREFUL[fit_layouts.SIZES]), times)
     np.testing.assert_allclose(known.us, times.predict(alone_of(CAREFUL))["time_us"], rtol=1e-6)
-    names, matrix, as_if = known.laid(("row", "row"), times, SHIPPED.folder)
+    names, matrix, as_if = known.in_layout(("row", "row"), times, SHIPPED.folder)
     chosen = [name for name in names if name.startswith(("chosen_", "log2_chosen_"))]
     own, there = (matrix[:, [names.index(which + name) for name in chosen]] for which in ("", "laid_"))
     alike = (own == there).all(axis=1)
@@ -220,7 +220,9 @@ def test_by_another_kernel_it_takes_what_that_takes_with_k_fastest():
     np.testing.assert_allclose(as_if[alike], 0.0, atol=1e-6)
     assert np.abs(as_if[~alike]).mean() > 0.02
     some = np.array([5, 40, 41])
-    np.testing.assert_allclose(known.of_products(some).laid(("row", "row"), times, SHIPPED.folder)[2], as_if[some], atol=1e-5)
+    np.testing.assert_allclose(
+        known.of_products(some).in_layout(("row", "row"), times, SHIPPED.folder)[2], as_if[some], atol=1e-5
+    )
 
 
 def alone_of(rows):
