@@ -49,6 +49,22 @@ def drawn_matrices(number: int = 20, seed: int = 1, both: bool = False) -> tuple
     return tuple(found.values())
 
 
+def drawn_parts(number: int = 300, seed: int = 1) -> tuple[tuple[int, int], ...]:
+    """Parts of sums and sums, as kernels that sum both ways leave them."""
+    source = random.Random(f"parts {seed}")
+    return tuple((round(2 ** source.uniform(5, 13.2)), 8 * round(2 ** source.uniform(0, 9.2))) for _ in range(number))
+
+
+def drawn_copies(number: int = 60, seed: int = 1) -> tuple[tuple[int, int], ...]:
+    """Rows and columns of products whose rows are padded: 8 divides the columns, 64 does not."""
+    source, found = random.Random(f"copies {seed}"), list[tuple[int, int]]()
+    while len(found) < number:
+        rows, columns = 16 * round(2 ** source.uniform(5, 11)), 8 * round(2 ** source.uniform(6.5, 10))
+        if columns % 64 and rows * columns <= MOST:
+            found.append((rows, columns))
+    return tuple(found)
+
+
 CUBES, MATRICES, LARGE = drawn_cubes(), drawn_matrices(), drawn_matrices(14, both=True)
 COPIED = tuple((m // 16 * 16, -(-n // 16) * 16) for m, n in LARGE)  # as FP8 products take them
 STRIDED = ((2048, 39, 96), (4096, 14, 48), (1536, 96, 128), (6144, 32, 32), (3072, 60, 96), (8192, 27, 160), (1024, 120, 64))

@@ -35,7 +35,7 @@ from hil.attention import attention_cases
 from hil.candidates import locked_autotune
 from hil.command import Parser
 from hil.compiled import by_iteration, kernel_launches, kernel_times, recorded
-from hil.drawn_families import drawn_families
+from hil.drawn_families import DRAWN, drawn_copies, drawn_families, drawn_parts
 from hil.files import write_atomic
 from hil.fingerprint import fingerprint, has_gpu
 from hil.fused_families import CALLED, Case, families, power_law, uniform
@@ -124,6 +124,7 @@ COPIES = (
     (4096, 4320), (12288, 2592), (3072, 8208), (12288, 4320), (30000, 1100), (8192, 5480), (16384, 3000),
 )  # fmt: skip
 """Rows and columns in bf16 of products whose rows are padded."""
+DRAWN_PARTS, DRAWN_COPIES = drawn_parts(), drawn_copies()
 PADDED_TO = 64  # torch._inductor.config.padding_alignment_bytes, in elements
 
 
@@ -133,13 +134,14 @@ CalledCase = tuple[str, int, int, int, int, Callable[[], object]]
 
 def _called_cases() -> Iterator[CalledCase]:
     """What a compiled step calls of torch itself: sums of parts, and biases copied to each row of a product."""
-    for parts, columns in PARTS:
+    of_parts = [("partials", size) for size in PARTS] + [("partials" + DRAWN, size) for size in DRAWN_PARTS]
+    for family, (parts, columns) in of_parts:
         workspace = torch.rand(parts, columns, device="cuda")
-        yield "partials", columns, parts, 4 * parts * columns, 4 * columns, partial(workspace.sum, dim=0)
-    for rows, columns in COPIES:
+        yield family, columns, parts, 4 * parts * columns, 4 * columns, partial(workspace.sum, dim=0)
+    for family, (rows, columns) in [("copy", size) for size in COPIES] + [("copy" + DRAWN, size) for size in DRAWN_COPIES]:
         stride = -(-columns // PADDED_TO) * PADDED_TO
         place = torch.empty_strided((rows, columns), (stride, 1), dtype=torch.bfloat16, device="cuda")
-        yield "copy", rows * columns, 1, 2 * columns, 2 * rows * columns, partial(place.copy_, _random_rows(1, columns)[0])
+        yield family, rows * columns, 1, 2 * columns, 2 * rows * columns, partial(place.copy_, _random_rows(1, columns)[0])
 
 
 def measure_called(out: Path, cases: Iterable[CalledCase]) -> int:
@@ -344,7 +346,7 @@ def main() -> int:
         "and its attention",
     )
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of fused.json or eager_ops.json (default: this one)")
-    parser.add_argument("--families", default="*", help="families of compiled kernels to measure, as a glob (default: all)")
+    parser.add_argument("--families", default="*", help="families of kernels to measure, as a glob (default: all)")
     parser.add_argument("--lock", type=Path, help="file that whoever uses this GPU locks (see hil.lock)")
     parser.add_argument("--seconds", type=float, default=150, help="begin nothing after so many (default: %(default)s)")
     options = parser.parse_args()
@@ -356,7 +358,8 @@ def main() -> int:
         return measure_compiled(options.out, options.seconds, options.families, options.lock)
     if options.what == "eager":
         return measure_eager(options.out, options.seconds)
-    return measure_called(options.out, _called_cases() if options.what == "called" else attention_cases())
+    cases = _called_cases() if options.what == "called" else attention_cases()
+    return measure_called(options.out, (case for case in cases if fnmatchcase(case[0], options.families)))
 
 
 if __name__ == "__main__":

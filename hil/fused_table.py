@@ -53,7 +53,7 @@ def _entry(
     """Kind and bytes of a kernel; None of one that is a stage of a reduction."""
     entry = {"kind": "pointwise", "read_bytes": read_bytes, "written_bytes": written_bytes, "unordered_bytes": 0, "uneven": False}
     if name == CALLED:
-        return {**entry, "kind": family}
+        return {**entry, "kind": family.removesuffix(DRAWN)}
     sizes: tuple[tuple[int, int], ...] = MATRICES
     if family.removesuffix("_large").removesuffix(DRAWN) in TURNED:
         return _turned_entry(family, kept, reduced, entry)
