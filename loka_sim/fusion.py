@@ -25,6 +25,7 @@ BOTH = "both"
 # Operators that say nothing of a kernel.
 UNSAID = {"convert_element_type", "full", "input", "lookup_seed", ""}
 IN_REDUCTIONS = {"column_scale", "column_scale_rounded"}  # once a tile elsewhere
+GATHERED_ACROSS = "gathered_across"  # rows that are looked up, added element by element
 COUNTED = {"rescale", "rescale_rounded"}  # of several in one kernel each is computed: `rescale*2`
 NEIGHBOURS = 4  # of the readers of one buffer, how many later ones each is tried with
 ALONE = ("gemm", "external", "gather", "fill", "place", "copy", *ATTENTION)
@@ -325,6 +326,8 @@ def _measured(lowered: Lowered, loops: list[Scheduled], number: int, users: dict
     said = {loop.label for loop in loops}.union(*(loop.operators for loop in loops)) - UNSAID
     if counted := said & COUNTED:
         said = (said - COUNTED) | {_counted(operator, loops) for operator in counted}
+    if kind == "column" and "embedding" in said:
+        said |= {GATHERED_ACROSS}
     label = " ".join(sorted(said if kinds & {"row", "column"} else said - IN_REDUCTIONS))
     uneven = any(loop.uneven for loop in loops if loop.kind == "row") if "row" in kinds else False
     written = sum(made[buffer] for buffer in kept)

@@ -18,6 +18,8 @@ from loka_sim.loops import ACROSS, ADDED, Access, Lowered, Reads, Scheduled
 
 # torch._inductor.config.realize_reads_threshold: what reads more is written for several uses.
 MOST_READS = 4
+# What a backward never computes anew (torch/_functorch/partitioners.py, `get_default_op_list`, torch 2.11 and 2.13).
+NEVER_AGAIN = frozenset({"cat", "slice_scatter", "constant_pad_nd"})
 # How torch.compile cuts a reduction to one value (torch._inductor.choices.reduction_split_factor, torch 2.11 and 2.13): on a
 # GPU of 132 multiprocessors of 2,048 threads, in pieces of blocks of 256 threads.
 THREADS, LEAST_EACH, MOST_EACH = 256, 32, 512
@@ -107,7 +109,7 @@ class _Quantized:
         self.maker = {buffer: loop for loop in loops for buffer in loop.writes}
         loops = self._without_spread(loops)
         inside = self._computed_inside(loops)
-        self.again = self._computed_again(loops, inside)
+        self.again, self.kept = self._computed_again(loops, inside), self._kept(loops)
         result: list[Scheduled] = []
         made: dict[tuple[object, ...], int] = {}
         for loop in loops:
@@ -171,11 +173,28 @@ class _Quantized:
             (buffer, *others) = loop.writes
             if loop.kind != "pointwise" or loop.backward or loop.gathers or others or buffer not in readers or buffer in inside:
                 continue
+            if loop.label in NEVER_AGAIN:
+                continue
             large = {source for source, _ in loop.reads if 2 * self.sizes[source] >= self.sizes[buffer]}
             there = all(source in kept or source not in self.maker for source in large)
             if there and buffer not in self.step.outputs and all(self._takes(reader, buffer) for reader in readers[buffer]):
                 found[buffer] = loop
         return found
+
+    def _kept(self, loops: list[Scheduled]) -> set[int]:
+        """Buffers of the forward that the backward keeps in 8 bits: only FP8 GEMMs read them there, and it computes none anew."""
+        read_there: dict[int, list[Scheduled]] = {}
+        for loop in loops:
+            if loop.backward:
+                for buffer in {buffer for buffer, _ in loop.reads}:
+                    read_there.setdefault(buffer, []).append(loop)
+        return {
+            buffer
+            for loop in loops
+            if not loop.backward and (loop.label in NEVER_AGAIN or loop.gathers)
+            for buffer in loop.writes
+            if buffer in read_there and all(self._takes(reader, buffer) for reader in read_there[buffer])
+        }
 
     def _computed_inside(self, loops: list[Scheduled]) -> dict[int, Scheduled]:
         """Buffers that only FP8 GEMMs and loops read: those loops compute them anew, from what their maker reads."""
@@ -235,17 +254,18 @@ class _Quantized:
     ) -> Iterator[Scheduled]:  # fmt: skip
         """The loops that an operand still needs: scale and cast, each once."""
         buffer, part, elements = operand
+        backward = gemm.backward and buffer not in self.kept
         key = (buffer, part, how.scaling, how.turned, gemm.backward)
         if key in made:
             return
-        maker = inside.get(buffer) or (self.again.get(buffer) if gemm.backward else None)
+        maker = inside.get(buffer) or (self.again.get(buffer) if backward else None)
         whole = Access(2 * elements, True)
         reads = {(buffer, part): whole} if maker is None else self._part(maker, buffer, part, whole)
         operators = frozenset() if maker is None else maker.operators
         # One scale serves both readings, and the backward those of the forward.
         scale = (buffer, part, how.scaling, how.across)
         if scale not in made:
-            for loop in self._magnitudes(reads, operators, elements, how, gemm.backward):
+            for loop in self._magnitudes(reads, operators, elements, how, backward):
                 yield loop
                 (made[scale],) = loop.writes
         turned = {
@@ -256,7 +276,7 @@ class _Quantized:
         sources = {**turned, (made[scale], ""): Access(self.sizes[made[scale]], along)}
         operators |= CAST | (BY_COLUMNS[how.scales] if how.across else frozenset())
         yield Scheduled(
-            "cast", "pointwise", (elements, 1), sources, {made[key]: elements}, operators=operators, backward=gemm.backward
+            "cast", "pointwise", (elements, 1), sources, {made[key]: elements}, operators=operators, backward=backward
         )
 
     def _magnitudes(
@@ -283,7 +303,8 @@ class _Quantized:
         else:
             rows = self._rows_before(reads, elements)
             kept = rows or pieces(elements)
-            first = reduction("row", kept, flat=not rows)
+            # Where pieces are not even, each element is looked for, and some are none.
+            first = reduction("row", kept, uneven=not rows and elements % kept > 0, flat=not rows)
             yield first
             if kept > 1:
                 (partial,) = first.writes

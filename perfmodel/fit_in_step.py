@@ -57,6 +57,7 @@ MOST_LONGER = 2.0  # than trees and curves say that know no step's
 FIELDS = 256  # elements that a sum across memory over fields, or over what a user saw before, adds up at most
 SMALL_US = 25.0  # batched products of which what is not their kernel is a share to be seen
 LEAST_OFF, MOST_OFF = 0.03, 0.5  # of a family that one kind of model has alone nothing can be said without it
+DRAWN_KINDS = 8
 STEP = ["model", "batch", "variant"]
 
 
@@ -165,7 +166,10 @@ def _curves(
 
 
 def architecture(model: str) -> str:
-    """Kind of a model by its name: sizes of one kind are no strangers to each other."""
+    """Kind of a model by its name: sizes of one kind are no strangers to each other; models drawn at random are of eight."""
+    drawn, _, seed = model.rpartition(":")[2].partition("_")
+    if drawn == "drawn" and seed.isdigit():
+        return f"{drawn} {int(seed) % DRAWN_KINDS}"
     return model.rpartition(":")[2].partition("-")[0].partition("_")[0]
 
 

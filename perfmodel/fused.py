@@ -45,6 +45,8 @@ INSTRUCTIONS = {
     # Largest magnitudes of tensors that are put together, some of them turned, one element after another: the middle one of
     # such kernels of two InterFormers and an AutoInt, 3.6, 5.0 and 7.1 us a million elements.
     "turned_cat": 168,
+    # A looked-up row's element added across rows: each finds its row anew (130 to 170 in steps of DeepFM, NFM and a drawn model).
+    "gathered_across": 130,
     # A row's and a column's scale found in FP64, and rounded to powers of two: kernels that do nothing else took 3.1 and 4.8 us
     # a million elements (steps of dcnv2-production and of wukong at other widths). A column's alone: half of it.
     "rescale": 80, "column_scale": 40, "rescale_rounded": 125, "column_scale_rounded": 62,

@@ -9,6 +9,7 @@ scatters and concatenations of many parts are written. Views cost nothing and na
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -437,10 +438,13 @@ class Lowering:
         root = self._root(value, "cat")
         if len(parts) <= MOST_JOINED:
             root.computed = operations(node, "cat")
-            for view, turned in parts:
-                for (buffer, part), access in self._reads(view, turned).items():
-                    add(root.reads, (buffer, part), Access(access.read_bytes, False, access.turned))
-                inline(root, view)
+            reading = [self._reads(view, turned) for view, turned in parts]
+            times = Counter(key for each in reading for key in each)
+            for number, ((view, _), each) in enumerate(zip(parts, reading, strict=True)):
+                for (buffer, part), access in each.items():  # what several parts read they read at places of their own
+                    own = f"{part.replace(FETCHED, '.') or 'all'}{FETCHED}{number}" if times[buffer, part] > 1 else part
+                    add(root.reads, (buffer, own), Access(access.read_bytes, False, access.turned))
+                inline(root, replace(view, part=f"{view.part}@{number}"))
             self._views[node] = view = View(root, "", root.numel, True)
             self._used_often(node, view)
             self._gathered_much(view)
