@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -42,6 +42,7 @@ _OLDER = {
     "magma": 11,
 }  # fmt: skip
 _UNHEARD_OF = 9
+_LAID = (1, 2, 3)  # kinds whose names say how operands lie
 _HOPPER = re.compile(r"nvjet_sm90_\w+?_(\d+)x(\d+)_\d+x\d+_(\d+)x(\d+)_([hv])_")
 _TRANSPOSED = re.compile(r"_[TN][TN]N$")
 _TILE = re.compile(r"(?:_|tilesize)(\d+)x(\d+)[_x]")
@@ -164,12 +165,21 @@ class Choice:
             value, and of the rests that there are with it the one of the largest.
         fits: How tiles and clusters fit a call, and what that is worth; None for a network that does without.
         largest: What tells it of the largest calls (`are_largest`), where that is learned apart.
+        said: `PARTS` to say in the place of each of `kernels`; None for their own.
     """
 
     network: Network | Experts
     kernels: Codes
     fits: Fits | None = None
     largest: Choice | None = None
+    said: Codes | None = None
+
+    @cached_property
+    def as_k_fastest(self) -> Choice:
+        """The same choice, its older kernels named as those that read K fastest: they differ in how operands lie alone."""
+        said = self.kernels.copy()
+        said[np.isin(said[:, 0] // KIND, _LAID), PARTS.index("layout")] = 1
+        return replace(self, said=said, largest=self.largest.as_k_fastest if self.largest else None)
 
     @cached_property
     def _pairs(self) -> tuple[Codes, Array32]:
@@ -206,7 +216,7 @@ class Choice:
                 kernel[rows], chance[rows] = self._likeliest(values, matrix[rows, :4])
         if numbers is not None:
             kernel, chance = kernel[numbers], chance[numbers]
-        return self.kernels[kernel], (chance[:, None] < DOUBT).sum(axis=1)
+        return (self.kernels if self.said is None else self.said)[kernel], (chance[:, None] < DOUBT).sum(axis=1)
 
     def _likeliest(
         self, values: npt.NDArray[np.float32], logarithms: npt.NDArray[np.floating]

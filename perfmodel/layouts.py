@@ -137,7 +137,7 @@ def _chosen(model: PerfModel, sizes: Sizes, choice_of: Callable[[str], Choice] |
         if not len(products):
             continue
         some = of_calls(sizes, products)
-        seen = model.seen(kernel, some, choice_of(kernel) if choice_of else None)
+        seen = model.seen(kernel, some, choice_of(kernel).as_k_fastest if choice_of else None)
         us[products] = model.times_of(kernel, some, seen)[:, 0]
         mine = [place for place, name in enumerate(seen.names) if "chosen" in name and name != "chosen_doubt"]
         assert mine  # every GPU whose layouts were timed has been asked

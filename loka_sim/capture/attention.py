@@ -44,12 +44,15 @@ class FusedAttention(TorchFunctionMode):
 
 def _attended(*args: Any, **kwargs: Any) -> torch.Tensor:
     named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
-    operands = named["query"], named["key"], named["value"]
+    operands: tuple[torch.Tensor, ...] = named["query"], named["key"], named["value"]
     if named.get("attn_mask") is not None or named.get("enable_gqa") or not fits(*operands):
         return scaled_dot_product_attention(*args, **kwargs)
-    dropout, causal = named.get("dropout_p", 0.0), named.get("is_causal", False)
-    result: torch.Tensor = FUSED(*operands, dropout, causal, False, scale=named.get("scale"))[0]
-    return result
+    dropout, causal, features = named.get("dropout_p", 0.0), named.get("is_causal", False), operands[0].shape[-1]
+    scale = named.get("scale") or features**-0.5
+    if behind := -features % VECTOR:  # with zeros behind them, as torch has it
+        operands = tuple(functional.pad(operand, (0, behind)) for operand in operands)
+    result: torch.Tensor = FUSED(*operands, dropout, causal, False, scale=scale)[0]
+    return result[..., :features] if behind else result
 
 
 def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -58,4 +61,4 @@ def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
         return False
     features = query.shape[-1]
     alike = key.shape == value.shape and query.shape[:2] == key.shape[:2] and key.shape[-1] == features
-    return alike and features % VECTOR == 0 and features <= MOST_FEATURES
+    return alike and features <= MOST_FEATURES
