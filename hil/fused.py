@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hil.attention import attention_cases
+from hil.attention import attention_cases, padded_cases
 from hil.candidates import locked_autotune
 from hil.command import Parser
 from hil.compiled import by_iteration, kernel_launches, kernel_times, recorded
@@ -358,7 +358,7 @@ def main() -> int:
         return measure_compiled(options.out, options.seconds, options.families, options.lock)
     if options.what == "eager":
         return measure_eager(options.out, options.seconds)
-    cases = _called_cases() if options.what == "called" else attention_cases()
+    cases = _called_cases() if options.what == "called" else chain(attention_cases(), padded_cases())
     return measure_called(options.out, (case for case in cases if fnmatchcase(case[0], options.families)))
 
 

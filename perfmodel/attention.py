@@ -1,8 +1,9 @@
 """Time of torch's fused attention on Hopper, by the tiles of queries and keys that its kernels run over.
 
-`scaled_dot_product_attention` is one kernel forward and several backward (cuDNN's, torch 2.11), that keep the scores on the chip.
-Their time is a launch, what each tile of queries and each pair of tiles takes, and what each takes for its features, each a cost
-that `perfmodel.fit_attention` finds. Of causal attention half the pairs run, and those on the diagonal.
+`scaled_dot_product_attention` is one kernel forward and several backward (cuDNN's, torch 2.11), that keep the scores on the chip;
+heads that 8 does not divide are padded with zeros, and flash attention's kernels run. Their time is a launch, what each tile of
+queries and each pair of tiles takes, and what each takes for its features, each a cost that `perfmodel.fit_attention` finds. Of
+causal attention half the pairs run, and those on the diagonal.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ SCHEMA_VERSION = 1
 FILE = "attention.json"
 FORWARD, BACKWARD = "attention", "attention_backward"
 KINDS = (FORWARD, BACKWARD)
+PADDED = ":padded"  # of a label: of the features some are zeros, and other kernels run
 TILES = {FORWARD: (128, 128), BACKWARD: (128, 64)}
 """Queries and keys of a tile that came closest to held-out timings, of twelve pairs from 64 x 32 to 256 x 256."""
 FEATURES = 64  # that a tile is filled up to
@@ -29,9 +31,9 @@ VECTOR, MOST_FEATURES = 8, 128  # what torch's kernels take, and what was timed
 NAMES = ("launch", "groups", "queries", "keys", "query_features", "key_features", "pairs", "pair_features", "elements")
 
 
-def label_of(queries: int, keys: int, features: int, causal: bool) -> str:
+def label_of(queries: int, keys: int, features: int, causal: bool, padded: bool = False) -> str:
     """What an attention kernel is called: it says its sizes, which the elements alone do not."""
-    return f"attention:{queries}x{keys}x{features}" + (":causal" if causal else "")
+    return f"attention:{queries}x{keys}x{features}" + (":causal" if causal else "") + (PADDED if padded else "")
 
 
 def sizes_of(label: str) -> tuple[int, int, int, bool]:
@@ -40,12 +42,12 @@ def sizes_of(label: str) -> tuple[int, int, int, bool]:
     Raises:
         ValueError: it is none.
     """
-    what, _, rest = label.partition(":")
+    what, _, rest = label.removesuffix(PADDED).partition(":")
     sizes, _, causal = rest.partition(":")
     numbers = [int(size) for size in sizes.split("x") if size.isdigit()]
     if what != FORWARD or len(numbers) != 3 or causal not in ("", "causal"):
         raise ValueError(
-            f"{label!r} names no attention; write it as attention:QUERIESxKEYSxFEATURES, with :causal behind it if so"
+            f"{label!r} names no attention; write it as attention:QUERIESxKEYSxFEATURES, with :causal and :padded behind it if so"
         )
     return numbers[0], numbers[1], numbers[2], bool(causal)
 
@@ -74,7 +76,10 @@ def terms(kind: str, groups: Array, queries: Array, keys: Array, features: Array
 
 @dataclass(frozen=True)
 class AttentionModel:
-    """Costs in microseconds by kind, as of `NAMES`, and the factors of a 90% interval of held-out timings."""
+    """Costs in microseconds by kind, as of `NAMES`, and the factors of a 90% interval of held-out timings.
+
+    Of padded operands by the kind with `PADDED` behind, or where none were timed as of others.
+    """
 
     costs: dict[str, Array]
     factors: dict[str, tuple[float, float]]
@@ -89,8 +94,9 @@ class AttentionModel:
         """
         queries, keys, features, causal = sizes_of(label)
         sizes = (np.array([float(value)]) for value in (kept / max(queries, 1), queries, keys, features, causal))
-        us = float(terms(kind, *sizes)[0] @ self.costs[kind])
-        low, high = self.factors[kind]
+        of = kind + PADDED if label.endswith(PADDED) and kind + PADDED in self.costs else kind
+        us = float(terms(kind, *sizes)[0] @ self.costs[of])
+        low, high = self.factors[of]
         return us, us * low, us * high
 
 
@@ -105,5 +111,5 @@ def load(hardware: HardwareSpec) -> AttentionModel | None:
     if found is None:
         return None
     kinds = found[0]["kinds"]
-    costs = {kind: np.array([kinds[kind]["costs_us"].get(name, 0.0) for name in NAMES]) for kind in KINDS}
-    return AttentionModel(costs, {kind: tuple(kinds[kind]["interval_factors"]) for kind in KINDS})
+    costs = {kind: np.array([kinds[kind]["costs_us"].get(name, 0.0) for name in NAMES]) for kind in kinds}
+    return AttentionModel(costs, {kind: tuple(kinds[kind]["interval_factors"]) for kind in kinds})

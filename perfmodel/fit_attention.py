@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import pandas as pd
 from scipy.optimize import nnls
 
 from perfmodel import hardware as hardware_module
-from perfmodel.attention import FILE, KINDS, NAMES, SCHEMA_VERSION, terms
+from perfmodel.attention import FILE, KINDS, NAMES, PADDED, SCHEMA_VERSION, terms
 from perfmodel.data_folder import data_folder
 
 Array = npt.NDArray[np.float64]
@@ -56,18 +57,21 @@ def main() -> int:
     folder = data_folder() / options.hardware
     table = pd.read_parquet(folder / "attention.parquet")
     kinds: dict[str, Any] = {}
-    for kind in KINDS:
-        rows = table[table["kind"] == kind]
+    for kind, padded in product(KINDS, (False, True)):
+        rows = table[(table["kind"] == kind) & (table["padded"] == padded)]
+        if rows.empty:
+            continue
         matrix, us = matrix_of(kind, rows), rows["p50_us"].to_numpy(dtype=float)
         told = held_out(matrix, us)
         error, ratio = np.abs(told / us - 1), us / told
         low, high = np.quantile(ratio, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
         costs = {name: float(f"{cost:.4g}") for name, cost in zip(NAMES, fitted(matrix, us), strict=True) if cost > 0}
-        kinds[kind] = {
+        kinds[kind + PADDED * padded] = {
             "n": len(rows), "mape": float(error.mean()), "median": float(np.median(error)), "p90": float(np.quantile(error, 0.9)),
             "worst": float(error.max()), "interval_factors": [float(min(low, 1.0)), float(max(high, 1.0))], "costs_us": costs,
         }  # fmt: skip
-        print(f"{kind:20s} n {len(rows)}  MAPE {error.mean():.1%}  p90 {np.quantile(error, 0.9):.1%}  worst {error.max():.1%}")
+        said = f"MAPE {error.mean():.1%}  p90 {np.quantile(error, 0.9):.1%}  worst {error.max():.1%}"
+        print(f"{kind + PADDED * padded:25s} n {len(rows)}  {said}")
     command = f"python -m perfmodel.fit_attention --hardware {options.hardware}"
     document = {"schema_version": SCHEMA_VERSION, "hardware": options.hardware, "command": command, "kinds": kinds}
     (folder / "models" / FILE).write_text(json.dumps(document, indent=1) + "\n")

@@ -48,8 +48,9 @@ def _attended(*args: Any, **kwargs: Any) -> torch.Tensor:
     if named.get("attn_mask") is not None or named.get("enable_gqa") or not fits(*operands):
         return scaled_dot_product_attention(*args, **kwargs)
     dropout, causal, features = named.get("dropout_p", 0.0), named.get("is_causal", False), operands[0].shape[-1]
-    scale = named.get("scale") or features**-0.5
+    scale = named.get("scale")
     if behind := -features % VECTOR:  # with zeros behind them, as torch has it
+        scale = features**-0.5 if scale is None else scale
         operands = tuple(functional.pad(operand, (0, behind)) for operand in operands)
     result: torch.Tensor = FUSED(*operands, dropout, causal, False, scale=scale)[0]
     return result[..., :features] if behind else result

@@ -41,7 +41,7 @@ from loka_sim.capture.operators import (
 from loka_sim.capture.results import Root, View, add, inline
 from loka_sim.capture.views import factors, lying, steps, viewed
 from loka_sim.loops import ACROSS, ADDED, FETCHED, Access, Lowered, Reads, Scheduled
-from perfmodel.attention import FORWARD, label_of
+from perfmodel.attention import FORWARD, VECTOR, label_of
 
 # torch._inductor.config, alike in torch 2.11 and 2.13: realize_reads_threshold, realize_opcount_threshold,
 # realize_acc_reads_threshold, and the inputs up to which a concatenation is computed where it is used.
@@ -402,7 +402,9 @@ class Lowering:
         causal = len(node.args) > causal_at and bool(node.args[causal_at])
         samples, heads, queries, features = query.shape
         keys = key.shape[2]
-        label = label_of(queries, keys, features, causal)
+        scale = node.kwargs.get("scale")  # of fewer features than there are: the others are zeros
+        padded = isinstance(scale, float) and features - VECTOR < round(scale**-2) < features
+        label = label_of(queries, keys, features, causal, padded)
         seen = (keys + 1) // 2 if causal else keys
         self._schedule(label, kind, (samples * heads * queries, seen * features), reads, self._made(node))
 

@@ -103,6 +103,13 @@ def test_drawn_sizes_lie_between_the_round_ones_and_are_known_by_their_elements(
     assert all(m % 16 == n % 16 == 0 for m, n in drawn_families.COPIED)
 
 
+def test_drawn_sums_and_copies_are_those_of_a_step():
+    """Sums lie by 8 elements; rows that are copied to begin at a multiple of 64, which their own length is not."""
+    parts, copies = drawn_families.drawn_parts(), drawn_families.drawn_copies()
+    assert len(set(parts)) > 250 and all(columns % 8 == 0 for _, columns in parts)
+    assert len(copies) == 60 and all(columns % 8 == 0 and columns % 64 for _, columns in copies)
+
+
 def test_a_norms_gradient_with_the_turned_copy_writes_that_across_memory():
     m, n = drawn_families.COPIED[2]
     sizes, read = {"x": m, "r0_": n}, 4 * m * n

@@ -246,3 +246,48 @@ def test_magnitudes_of_what_is_put_together_turned_find_every_elements_place(bat
     magnitudes = [label for label in labels if "amax" in label and "cat" in label]
     assert magnitudes and all(("turned_cat" in label) == finds_places for label in magnitudes)
     assert instructions_of(["abs", "amax", "cat", "turned_cat"]) > 10 * instructions_of(["abs", "amax", "cat"])
+
+
+class Compared(nn.Module):
+    """What was seen, what is asked, their difference and their product, side by side, as attention over items has them."""
+
+    def __init__(self, width: int = 256):
+        super().__init__()
+        self.seen, self.asked, self.out = nn.Linear(64, width), nn.Linear(64, width), nn.Linear(4 * width, 128)
+
+    def forward(self, x):
+        seen, asked = torch.relu(self.seen(x)), self.asked(x)
+        return self.out(torch.cat((seen, asked, seen - asked, seen * asked), 1))
+
+
+def test_what_is_put_together_of_many_reads_is_written_and_kept_in_8_bits():
+    """As torch.compile had it in steps on an H200: six reads, more than are computed for two uses; one cast, both ways.
+
+    A backward never puts tensors together anew (`torch/_functorch/partitioners.py`): it keeps what its FP8 product reads.
+    """
+    spec = capture(Compared(), (torch.randn(B, 64),))
+    shape = SiteShape.of(spec.sites[2], B)
+    passes = {
+        (spec.sites[2].name, name): {tensor: Taken("tensorwise", turned, *shape.tensor(tensor)) for tensor, turned in reads}
+        for name, reads in ((name, shape.reads(name)) for name in ("output", "grad_weight"))
+    }
+    found, size = fused(step_loops.read(spec.loops, B), passes), B * 4 * 256
+    (joined,) = [kernel for kernel in found if "cat" in kernel.label.split()]
+    assert joined.phase == "forward" and joined.written_bytes.at(B) == pytest.approx(2 * size, rel=0.001)
+    casts = [kernel for kernel in found if "cast" in kernel.label.split() and kernel.kept.at(B) == size]
+    assert [(kernel.phase, kernel.read_bytes.at(B), kernel.written_bytes.at(B)) for kernel in casts] == [
+        ("forward", 2 * size + 4, 2 * size)
+    ]
+
+
+@pytest.mark.parametrize(("rows", "uneven"), [(B, False), (B + 8, True)])
+def test_magnitudes_in_pieces_that_are_not_even_are_uneven(rows, uneven):
+    spec = capture(nn.Sequential(nn.Linear(64, N), nn.ReLU(), nn.Linear(N, 256)), (torch.randn(rows, 64),))
+    shape = SiteShape.of(spec.sites[1], rows)
+    passes = {
+        (spec.sites[1].name, "output"): {
+            tensor: Taken("tensorwise", turned, *shape.tensor(tensor)) for tensor, turned in shape.reads("output")
+        }
+    }
+    found = [k for k in fused(step_loops.read(spec.loops, rows), passes) if k.kind == "row" and k.reduced.at(rows) > N]
+    assert {kernel.uneven for kernel in found if kernel.kept.at(rows) == pieces(rows * N)} == {uneven}

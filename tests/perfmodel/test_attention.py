@@ -8,7 +8,7 @@ import pytest
 
 from hil.attention import drawn, tabulated
 from perfmodel import attention, hardware
-from perfmodel.attention import BACKWARD, FORWARD, KINDS, label_of, sizes_of
+from perfmodel.attention import BACKWARD, FORWARD, KINDS, PADDED, label_of, sizes_of
 from perfmodel.data_folder import data_folder
 from perfmodel.fit_attention import held_out, matrix_of
 
@@ -40,6 +40,9 @@ def test_more_takes_longer_and_half_of_it_less(kind):
 
 def test_names_say_the_sizes_and_others_are_refused():
     assert sizes_of(label_of(200, 100, 64, True)) == (200, 100, 64, True) and sizes_of("attention:8x9x16") == (8, 9, 16, False)
+    assert sizes_of(label_of(20, 20, 16, True, padded=True)) == (20, 20, 16, True) and label_of(8, 8, 8, False, True).endswith(
+        PADDED
+    )
     for wrong in ("attention", "softmax:8x8x8", "attention:8x8", "attention:8x8x8:whole"):
         with pytest.raises(ValueError, match="write it as attention:"):
             sizes_of(wrong)
@@ -63,6 +66,7 @@ def test_what_was_timed_is_tabulated():
     row = {"family": "attention_backward:200x200x64:causal", "sizes": sizes, "time_us": 12.5, "problem": ""}
     (found,) = tabulated([row, {**row, "family": "partials"}]).to_dict("records")
     assert found == {
-        "kind": BACKWARD, "groups": 64, "queries": 200, "keys": 200, "features": 64, "causal": True, "p50_us": 12.5
+        "kind": BACKWARD, "groups": 64, "queries": 200, "keys": 200, "features": 64, "causal": True, "padded": False,
+        "p50_us": 12.5,
     }  # fmt: skip
     assert len(set(drawn(50))) == 50 and drawn(50) == drawn(50) and {FORWARD, BACKWARD} == set(TABLE["kind"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.special import softmax
 
-from perfmodel import compiled, hardware
+from perfmodel import compiled, hardware, opened
 from perfmodel.choice import (
     DOUBT,
     LARGE_FLOP,
@@ -22,6 +22,7 @@ from perfmodel.choice import (
     vocabulary,
     with_choice,
 )
+from perfmodel.data_folder import data_folder
 from perfmodel.features import features
 from perfmodel.fits import (
     CONTEXT,
@@ -383,3 +384,17 @@ def test_what_is_asked_is_finite_and_knows_an_odd_size(kernel):
     seen = asked(kernel, *sizes, H200)
     assert seen.dtype == np.float32 and np.isfinite(seen).all()
     assert len(np.unique(seen, axis=0)) == 4
+
+
+def test_older_kernels_of_another_layout_are_told_as_those_of_k_fastest():
+    """They differ in how operands lie alone; Hopper's own, whose results are stored transposed or not, stay as they are."""
+    choice = opened.choice(data_folder() / "h200" / "models", "torch/bf16_column_row")
+    said, own = choice.as_k_fastest.said, choice.kernels
+    layout, kinds = PARTS.index("layout"), own[:, 0] // 1000
+    assert (said[np.isin(kinds, (1, 2, 3)), layout] == 1).all() and (own[np.isin(kinds, (1, 2, 3)), layout] == 0).any()
+    assert np.array_equal(np.delete(said, layout, axis=1), np.delete(own, layout, axis=1))
+    assert np.array_equal(said[kinds == 0], own[kinds == 0])
+    sizes = tuple(np.array(values, dtype=float) for values in ([7, 2048], [15, 1024], [3200, 4096], [1, 1]))
+    matrix = asked("torch/bf16", *sizes, H200)
+    (parts, doubt), (plain, same) = choice.as_k_fastest.told(matrix), choice.told(matrix)
+    assert np.array_equal(doubt, same) and parts[0, layout] == 1 and plain[0, layout] == 0 and np.array_equal(parts[1], plain[1])

@@ -69,6 +69,7 @@ def test_intervals_are_as_wide_as_nine_steps_in_ten_need():
 def test_kinds_of_models_are_known_by_their_names():
     names = ["wukong-production", "wukong-small", "benchmarks.other_widths:wukong", "benchmarks.other_widths:wukong_7"]
     assert {fit_in_step.architecture(name) for name in names} == {"wukong"}
+    assert {fit_in_step.architecture(f"benchmarks.drawn_models:drawn_{seed}") for seed in (3, 11, 83)} == {"drawn 3"}
 
 
 def test_gaps_are_what_graphs_take_longer_than_their_kernels():
