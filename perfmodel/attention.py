@@ -24,9 +24,9 @@ FILE = "attention.json"
 FORWARD, BACKWARD = "attention", "attention_backward"
 KINDS = (FORWARD, BACKWARD)
 PADDED = ":padded"  # of a label: of the features some are zeros, and other kernels run
-TILES = {FORWARD: (128, 128), BACKWARD: (128, 64)}
-"""Queries and keys of a tile that came closest to held-out timings, of twelve pairs from 64 x 32 to 256 x 256."""
-FEATURES = 64  # that a tile is filled up to
+TILES = {FORWARD: (128, 128), BACKWARD: (128, 64), FORWARD + PADDED: (128, 128), BACKWARD + PADDED: (128, 128)}
+"""Queries and keys of a tile that came closest to held-out timings, of twelve pairs from 64 x 32 to 256 x 256, padded of nine."""
+FEATURES = {False: 64, True: 32}  # that a tile is filled up to, of others and of padded ones
 VECTOR, MOST_FEATURES = 8, 128  # what torch's kernels take, and what was timed
 NAMES = ("launch", "groups", "queries", "keys", "query_features", "key_features", "pairs", "pair_features", "elements")
 
@@ -56,7 +56,7 @@ def terms(kind: str, groups: Array, queries: Array, keys: Array, features: Array
     """What each cost of `NAMES` counts, (rows, names).
 
     Args:
-        kind: Of `KINDS`.
+        kind: Of `KINDS`, with `PADDED` behind it of padded operands.
         groups: Samples times heads.
         queries: Tokens that ask.
         keys: Tokens that are seen.
@@ -66,7 +66,8 @@ def terms(kind: str, groups: Array, queries: Array, keys: Array, features: Array
     wide, high = TILES[kind]
     rows, columns = np.ceil(queries / wide), np.ceil(keys / high)
     pairs = np.where(causal, (rows * columns + np.maximum(rows, columns)) / 2, rows * columns)
-    filled = np.ceil(features / FEATURES) * FEATURES
+    fill = FEATURES[kind.endswith(PADDED)]
+    filled = np.ceil(features / fill) * fill
     each = (
         np.ones_like(groups), groups, groups * rows, groups * columns, groups * rows * filled, groups * columns * filled,
         groups * pairs, groups * pairs * filled, groups * queries * features,
@@ -95,7 +96,7 @@ class AttentionModel:
         queries, keys, features, causal = sizes_of(label)
         sizes = (np.array([float(value)]) for value in (kept / max(queries, 1), queries, keys, features, causal))
         of = kind + PADDED if label.endswith(PADDED) and kind + PADDED in self.costs else kind
-        us = float(terms(kind, *sizes)[0] @ self.costs[of])
+        us = float(terms(of, *sizes)[0] @ self.costs[of])
         low, high = self.factors[of]
         return us, us * low, us * high
 

@@ -61,7 +61,7 @@ def main() -> int:
         rows = table[(table["kind"] == kind) & (table["padded"] == padded)]
         if rows.empty:
             continue
-        matrix, us = matrix_of(kind, rows), rows["p50_us"].to_numpy(dtype=float)
+        matrix, us = matrix_of(kind + PADDED * padded, rows), rows["p50_us"].to_numpy(dtype=float)
         told = held_out(matrix, us)
         error, ratio = np.abs(told / us - 1), us / told
         low, high = np.quantile(ratio, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
