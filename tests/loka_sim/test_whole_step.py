@@ -145,15 +145,21 @@ def test_what_a_rowwise_recipe_adds_to_a_step_is_what_it_was_measured_to_add():
 
 
 def test_fused_quantization_stands_in_the_place_of_quantizers():
-    found = whatif("wukong-production", batch=1024)
+    found = whatif("wukong-production", batch=2048)
     decided, fused = found.decision, found.converted
     assert fused.sites == {s.site.name for s in found.sites if any(KERNELS[p.kernel].is_fp8 for p in s.passes.values())}
     rest = sum(time.us for time in fused.by_kind.values())
     gemms = gemms_between_others(found, [{n: entry.kernel for n, entry in site.passes.items()} for site in found.sites])
     assert decided.whole.us == pytest.approx(gemms + rest)
-    # What the activations and their gradients wrote for bf16 GEMMs is not written, and read once less.
+    # An H200's kernels of torch.compile took so much longer all together: a bit more than quantizers of their own would.
+    profiles = json.loads((data_folder() / "h200" / "step_profiles.json").read_text())["steps"]
+    compiled = {
+        step["variant"]: sum(us for kind, us in step["by_kind_us"].items() if kind.startswith("triton"))
+        for step in profiles
+        if (step["model"], step["batch"]) == ("wukong-production", 2048)
+    }
     bf16 = sum(time.us for time in by_kind(found.others).values())
-    assert bf16 < rest < bf16 + decided.quantize_us
+    assert rest - bf16 == pytest.approx(compiled["decision"] - compiled["bf16"], rel=0.1)
     assert found.timelines["decision"].total_us == pytest.approx(gemms + sum(other.time.us for other in fused.others), rel=1e-3)
 
 
