@@ -249,7 +249,7 @@ MODELS = {
     "square interaction": (lambda: Interaction(True), floats(6, 4), "project (root) top"),
     "einsum": (Einsums, floats(8, 4, 7), "(root) (root)#2 (root)#3"),
     "left weight": (LeftWeight, floats(8, 6, 5), "(root)"),
-    "sdpa": (Attention, floats(8, 3, 16), "qkv (root) (root)#2"),
+    "sdpa": (Attention, floats(8, 3, 16), "qkv"),
     "encoder layer": (
         lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
         floats(8, 5, 16),
@@ -298,8 +298,8 @@ def counted(model, inputs):
 
 
 def attention(name, batch):
-    """FLOPs of attention that is a kernel of its own: two products forward, four backward, over 5 tokens of 16 features."""
-    return 3 * 4 * batch * 5 * 5 * 16 if name == "encoder layer" else 0
+    """FLOPs of attention that is a kernel of its own: two products forward, four backward, over tokens of 16 features."""
+    return 3 * 4 * batch * {"encoder layer": 5, "sdpa": 3}.get(name, 0) ** 2 * 16
 
 
 def left_out(spec):
