@@ -10,7 +10,7 @@ cast are one kernel, and join a norm before them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -92,6 +92,15 @@ def _near(elements: int, wanted: int, most: int) -> int:
     return wanted
 
 
+def _readers(loops: Iterable[Scheduled]) -> dict[int, list[Scheduled]]:
+    """Of each buffer the loops that read it."""
+    found: dict[int, list[Scheduled]] = {}
+    for loop in loops:
+        for buffer in {buffer for buffer, _ in loop.reads}:
+            found.setdefault(buffer, []).append(loop)
+    return found
+
+
 def quantized(step: Lowered, assigned: Assigned) -> Lowered:
     """The loops of a step whose GEMMs are FP8 where that is assigned; GEMMs whose pass the step does not name stay."""
     return _Quantized(step, assigned).run()
@@ -163,17 +172,13 @@ class _Quantized:
         That is as torch.compile's partitioner has it where the backward reads it anyway (`torch/_functorch/partitioners.py`).
         """
         kept = {buffer for loop in loops if loop.backward for buffer, _ in loop.reads}
-        readers: dict[int, list[Scheduled]] = {}
-        for loop in loops:
-            if loop.backward:
-                for buffer in {buffer for buffer, _ in loop.reads}:
-                    readers.setdefault(buffer, []).append(loop)
+        readers = _readers(loop for loop in loops if loop.backward)
         found: dict[int, Scheduled] = {}
         for loop in loops:
             (buffer, *others) = loop.writes
-            if loop.kind != "pointwise" or loop.backward or loop.gathers or others or buffer not in readers or buffer in inside:
+            if loop.kind != "pointwise" or loop.backward or loop.gathers or others or loop.label in NEVER_AGAIN:
                 continue
-            if loop.label in NEVER_AGAIN:
+            if buffer not in readers or buffer in inside:
                 continue
             large = {source for source, _ in loop.reads if 2 * self.sizes[source] >= self.sizes[buffer]}
             there = all(source in kept or source not in self.maker for source in large)
@@ -183,26 +188,19 @@ class _Quantized:
 
     def _kept(self, loops: list[Scheduled]) -> set[int]:
         """Buffers of the forward that the backward keeps in 8 bits: only FP8 GEMMs read them there, and it computes none anew."""
-        read_there: dict[int, list[Scheduled]] = {}
-        for loop in loops:
-            if loop.backward:
-                for buffer in {buffer for buffer, _ in loop.reads}:
-                    read_there.setdefault(buffer, []).append(loop)
+        readers = _readers(loop for loop in loops if loop.backward)
         return {
             buffer
             for loop in loops
             if not loop.backward and (loop.label in NEVER_AGAIN or loop.gathers)
             for buffer in loop.writes
-            if buffer in read_there and all(self._takes(reader, buffer) for reader in read_there[buffer])
+            if buffer in readers and all(self._takes(reader, buffer) for reader in readers[buffer])
         }
 
     def _computed_inside(self, loops: list[Scheduled]) -> dict[int, Scheduled]:
         """Buffers that only FP8 GEMMs and loops read: those loops compute them anew, from what their maker reads."""
         wanted = {loop.operands[name][0] for loop in loops for name in self.taken.get(id(loop), ()) if name in loop.operands}
-        readers: dict[int, list[Scheduled]] = {}
-        for loop in loops:
-            for buffer in {buffer for buffer, _ in loop.reads}:
-                readers.setdefault(buffer, []).append(loop)
+        readers = _readers(loops)
         inside: dict[int, Scheduled] = {}
         for loop in loops:
             (buffer, *others) = loop.writes
