@@ -2,7 +2,7 @@
 
     python -m perfmodel.fit_attention --hardware h200
 
-reads `data/h200/attention.parquet` (`python -m hil.fused attention`, then `python -m hil.attention_table`) and writes
+reads `data/h200/attention.parquet` (`python -m hil.fused attention`, then `python -m hil.attention`) and writes
 `data/h200/models/attention.json`.
 """
 
