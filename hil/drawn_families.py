@@ -49,6 +49,16 @@ def drawn_matrices(number: int = 20, seed: int = 1, both: bool = False) -> tuple
     return tuple(found.values())
 
 
+def drawn_wide(number: int = 30, seed: int = 1) -> tuple[tuple[int, int], ...]:
+    """Rows and columns of what is as wide as a layer that takes all features; no two have as many elements."""
+    source, found = random.Random(f"wide {seed}"), dict[int, tuple[int, int]]()
+    while len(found) < number:
+        rows, columns = 16 * round(2 ** source.uniform(5.5, 9.5)), 16 * round(2 ** source.uniform(5.5, 9))
+        if (elements := rows * columns) <= MOST:
+            found.setdefault(elements, (rows, columns))
+    return tuple(found.values())
+
+
 def drawn_parts(number: int = 300, seed: int = 1) -> tuple[tuple[int, int], ...]:
     """Parts of sums and sums, as kernels that sum both ways leave them."""
     source = random.Random(f"parts {seed}")
@@ -66,7 +76,11 @@ def drawn_copies(number: int = 60, seed: int = 1) -> tuple[tuple[int, int], ...]
 
 
 CUBES, MATRICES, LARGE = drawn_cubes(), drawn_matrices(), drawn_matrices(14, both=True)
-COPIED = tuple((m // 16 * 16, -(-n // 16) * 16) for m, n in LARGE)  # as FP8 products take them
+COPIED = tuple(
+    (m // 16 * 16, -(-n // 16) * 16)
+    for m, n in LARGE + drawn_matrices(40, seed=2) + drawn_matrices(14, 2, both=True) + drawn_wide()
+)
+"""Matrices as FP8 products take them."""
 STRIDED = ((2048, 39, 96), (4096, 14, 48), (1536, 96, 128), (6144, 32, 32), (3072, 60, 96), (8192, 27, 160), (1024, 120, 64))
 """Samples, fields and features."""
 

@@ -64,7 +64,8 @@ def _entry(
     if family == "norm_backward" and (kept, reduced) in sizes:
         return {**entry, "kind": "both" if sums_both_ways(kept, reduced) and written_bytes > kept * reduced else "row"}
     if family == "norm_backward_copied" and (kept, reduced) in sizes:  # with the turned copy, or without
-        return {**entry, "kind": "both", "unordered_bytes": kept * reduced if written_bytes >= 3 * kept * reduced else 0}
+        kind = "both" if sums_both_ways(kept, reduced) else "row"
+        return {**entry, "kind": kind, "unordered_bytes": kept * reduced if written_bytes >= 3 * kept * reduced else 0}
     if family == "norm_backward_copied" and tiled:
         return {**entry, "unordered_bytes": read_bytes}
     if reduced > 1:

@@ -27,8 +27,10 @@ UNSAID = {"convert_element_type", "full", "input", "lookup_seed", ""}
 IN_REDUCTIONS = {"column_scale", "column_scale_rounded"}  # once a tile elsewhere
 GATHERED_ACROSS = "gathered_across"  # rows that are looked up, added element by element
 COUNTED = {"rescale", "rescale_rounded"}  # of several in one kernel each is computed: `rescale*2`
-NEIGHBOURS = 4  # of the readers of one buffer, how many later ones each is tried with
+# torch._inductor.scheduler and its config, torch 2.11 and 2.13.
+ROUNDS, ATTEMPTS, FURTHEST = 10, 64, 64
 ALONE = ("gemm", "external", "gather", "fill", "place", "copy", *ATTENTION)
+REDUCTIONS = ("row", "column", BOTH)
 PRECEDENCE = ("row", "column", "scatter", "gather", "external", "fill", "copy", *ATTENTION)  # the first that a loop of it is
 
 
@@ -65,6 +67,8 @@ class _Group:
     reads: set[int] = field(default_factory=set)
     writes: set[int] = field(default_factory=set)
     added: set[int] = field(default_factory=set)  # of these, those that a scatter adds to
+    first: int = 0  # places in the order of all loops
+    last: int = 0
 
 
 def _joined_space(first: _Group, second: _Group) -> tuple[int, int] | None:
@@ -81,6 +85,28 @@ def _joined_space(first: _Group, second: _Group) -> tuple[int, int] | None:
     if first.kind == second.kind == "scatter" and not _own(first) & _own(second):
         return None
     return first.space if first.space[0] == second.space[0] else None
+
+
+def _shared(one: _Group, other: _Group, turning: bool) -> int:
+    """Bytes that two groups read, or one makes and the other reads, in the same order: of loops that turn, where they may."""
+    sizes, others = _data(one, turning), _data(other, turning)
+    return sum(size for key, size in sizes.items() if key in others)
+
+
+def _data(group: _Group, turning: bool) -> dict[tuple[int, str, int], int]:
+    """Bytes that a group reads or writes, by buffer, part, and order."""
+    found: dict[tuple[int, str, int], int] = {}
+    for loop in group.members:
+        straight = loop.stored_across or (turning and loop.turns)
+        for (buffer, part), access in loop.reads.items():
+            found[buffer, part, 0 if straight else access.turned] = access.read_bytes
+        for buffer, size in loop.writes.items():
+            found[buffer, "", 0] = size
+    return found
+
+
+def _distance(one: _Group, other: _Group) -> int:
+    return max(abs(one.first - other.last), abs(other.first - one.last))
 
 
 def _own(group: _Group) -> set[tuple[int, str]]:
@@ -151,81 +177,102 @@ class _Fusion:
     def __init__(self, lowered: Lowered) -> None:
         self.lowered = lowered
         self.groups: list[_Group | None] = []
-        self.maker: dict[int, int] = {}
+        maker: dict[int, int] = {}
         self.moved: dict[int, int] = {}
         for loop in lowered.scheduled:
             index = len(self.groups)
             reads = {buffer for buffer, _ in loop.reads}
             made = set(loop.writes)
-            group = _Group([loop], loop.space, loop.kind, 1 << index, 0, reads, made, made if loop.kind == "scatter" else set())
-            for buffer in reads & self.maker.keys():
-                earlier = self.maker[buffer]
+            added = made if loop.kind == "scatter" else set()
+            group = _Group([loop], loop.space, loop.kind, 1 << index, 0, reads, made, added, index, index)
+            for buffer in reads & maker.keys():
+                earlier = maker[buffer]
                 other = self.groups[earlier]
                 assert other is not None
                 group.before |= other.before | other.bits
             self.groups.append(group)
-            self.maker.update(dict.fromkeys(loop.writes, index))
+            maker.update(dict.fromkeys(loop.writes, index))
 
     def run(self) -> list[_Group]:
-        """Reductions of the same first; then producers with what uses them; then loops that only read the same."""
-        reductions = [index for index, group in enumerate(self.groups) if group and group.kind in ("row", "column")]
-        self._same_reads(reductions, ("row", "row"), ("column", "column"))
-        self._same_reads(reductions, ("row", "column"), ("column", "row"))
-        everything = [index for index, group in enumerate(self.groups) if group and group.kind not in ALONE]
-        for index in everything:
-            here = self._where(index)
-            group = self.groups[here]
-            assert group is not None
-            for source in sorted({self.maker[b] for b in group.reads if b in self.maker}, reverse=True):
-                first, second = self._where(source), here
-                if first > second:
-                    first, second = second, first
-                if first != second and self._fuse(first, second):
-                    here = first
-        self._same_reads(everything)
+        """Rounds until nothing fuses; then one in which loops that could run in another order do."""
+        for _ in range(ROUNDS):
+            if not self._round(turning=False):
+                break
+        self._round(turning=True)
         return [group for group in self.groups if group is not None]
 
-    def _same_reads(self, indices: list[int], *kinds: tuple[str, str]) -> None:
-        """Fuse groups that read the same part of a buffer, if it is more than a number, of all kinds or of these pairs."""
-        readers: dict[tuple[int, str], list[int]] = {}
-        for index in sorted({self._where(index) for index in indices}):
-            group = self.groups[index]
-            assert group is not None
-            for key in {key for loop in group.members for key, access in loop.reads.items() if access.read_bytes >= LEAST_SHARED}:
-                readers.setdefault(key, []).append(index)
-        for key in sorted(key for key, found in readers.items() if len(found) > 1):
-            found = readers[key]
-            for position, first in enumerate(found):
-                for second in found[position + 1 : position + 1 + NEIGHBOURS]:
-                    one, other = self._where(first), self._where(second)
-                    if one > other:
-                        one, other = other, one
-                    if one != other and (not kinds or (self._kind(one), self._kind(other)) in kinds):
-                        self._fuse(one, other)
+    def _round(self, turning: bool) -> int:
+        """Fuse pairs of groups that share data, those of the highest score first; how many were."""
+        pairs = [pair for pair in self._pairs() if self._space(*pair, turning)]
+        scores = {pair: self._score(*pair, turning) for pair in pairs}
+        fused = 0
+        for first, second in sorted(pairs, key=scores.__getitem__, reverse=True):
+            one, other = self._where(first), self._where(second)
+            fused += one != other and self._fuse(one, other, turning)
+        return fused
 
-    def _kind(self, index: int) -> str:
-        group = self.groups[index]
-        assert group is not None
-        return group.kind
+    def _pairs(self) -> list[tuple[int, int]]:
+        """Groups that use a buffer, each with some of the next that do."""
+        users: dict[int, list[int]] = {}
+        for index, group in enumerate(self.groups):
+            if group is not None and group.kind not in ALONE:
+                for buffer in sorted(group.reads | group.writes):
+                    users.setdefault(buffer, []).append(index)
+        return list(
+            dict.fromkeys(
+                (first, second)
+                for found in users.values()
+                for position, first in enumerate(found)
+                for second in found[position + 1 : position + 1 + ATTEMPTS]
+            )
+        )
+
+    def _score(self, first: int, second: int, turning: bool) -> tuple[bool, int, int]:
+        """What comes first: two reductions, or none; many shared bytes; neighbours."""
+        one, other = self._group(first), self._group(second)
+        reduces = [group.kind in REDUCTIONS for group in (one, other)]
+        both_ways = {one.kind, other.kind} == {"row", "column"}
+        shared = math.prod(one.space) if both_ways else _shared(one, other, turning)
+        return reduces[0] == reduces[1], shared, -_distance(one, other)
+
+    def _space(self, first: int, second: int, turning: bool) -> tuple[int, int] | None:
+        """The iteration space of two groups as one kernel, the earlier first; None where they are not made one."""
+        one, other = self._group(first), self._group(second)
+        space = _joined_space(one, other)
+        if space is None or len(one.members) + len(other.members) > MOST_FUSED:
+            return None
+        if one.kind != BOTH and other.kind == BOTH:
+            return None
+        if {one.kind, other.kind} != {"row", "column"}:
+            waits = bool((one.before & other.bits) | (other.before & one.bits))
+            if _shared(one, other, turning) < (1 if waits else LEAST_SHARED):
+                return None
+            if not waits and _distance(one, other) > FURTHEST:
+                return None
+        return space
 
     def _where(self, index: int) -> int:
         while self.groups[index] is None:
             index = self.moved[index]
         return index
 
-    def _fuse(self, first: int, second: int) -> bool:
-        """Make one kernel of two groups, if that is possible; it takes the place of `first`."""
-        one, other = self.groups[first], self.groups[second]
-        assert one is not None and other is not None
-        space = _joined_space(one, other)
-        if space is None or len(one.members) + len(other.members) > MOST_FUSED:
+    def _group(self, index: int) -> _Group:
+        group = self.groups[index]
+        assert group is not None
+        return group
+
+    def _fuse(self, first: int, second: int, turning: bool) -> bool:
+        """Make one kernel of two groups, if that is possible; it takes the place of the earlier."""
+        one, other = self._group(first), self._group(second)
+        space = self._space(first, second, turning)
+        if space is None:
             return False
         for reader, writer in ((other, one), (one, other)):
             for loop in reader.members:
                 for (buffer, _), access in loop.reads.items():
                     if buffer not in writer.writes:
                         continue
-                    if not access.whole or (access.turned and not loop.turns):
+                    if not access.whole or (access.turned and not (loop.stored_across or (turning and loop.turns))):
                         return False
                     if buffer in writer.added:  # by others of the kernel's threads, at any time
                         return False
@@ -252,10 +299,10 @@ class _Fusion:
         one.writes |= other.writes
         one.added |= other.added
         one.bits, one.before = both, between
-        self.groups[second] = None
-        self.moved[second] = first
-        for buffer in other.writes:
-            self.maker[buffer] = first
+        one.first, one.last = min(one.first, other.first), max(one.last, other.last)
+        place, gone = sorted((first, second))
+        self.groups[place], self.groups[gone] = one, None
+        self.moved[gone] = place
         if lacking:
             for group in filter(None, self.groups):
                 if group.before & both:

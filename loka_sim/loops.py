@@ -51,6 +51,7 @@ class Scheduled:
         backward: It runs in the backward.
         flat: A reduction to one value, in pieces that are no rows, or a copy of what was written in another order: nothing that
             runs in another order joins it.
+        stored_across: It runs in the order of what it reads, and turns what it writes.
         gemm: Groups, m, n and k of a GEMM; None of everything else.
         operands: What a GEMM multiplies: buffer, part, elements; named `x`, `w` or `g` once it is known whose GEMM it is.
         site: Whose GEMM it is, and which pass; empty where that is not known.
@@ -69,12 +70,13 @@ class Scheduled:
     operands: dict[str, Operand] = field(default_factory=dict)
     site: tuple[str, str] = ("", "")
     flat: bool = False
+    stored_across: bool = False
 
     def copy(self, reads: Reads, writes: dict[int, int] | None = None) -> Scheduled:
         """The same with other reads, and writes if given; `dataclasses.replace` takes several times as long."""
         return Scheduled(
             self.label, self.kind, self.space, reads, self.writes if writes is None else writes, self.gathers, self.uneven,
-            self.operators, self.backward, self.gemm, self.operands, self.site, self.flat,
+            self.operators, self.backward, self.gemm, self.operands, self.site, self.flat, self.stored_across,
         )  # fmt: skip
 
     @property

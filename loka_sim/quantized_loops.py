@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from loka_sim.loops import ACROSS, ADDED, Access, Lowered, Reads, Scheduled
+from perfmodel.attention import KINDS as ATTENTION
 
 # torch._inductor.config.realize_reads_threshold: what reads more is written for several uses.
 MOST_READS = 4
@@ -30,6 +31,9 @@ MAGNITUDES, CAST = frozenset({"abs", "amax"}), frozenset({"mul", "clamp_min", "c
 # Where each of several tensors that are put together, some of them turned, has an element: found anew for every one. Pieces of
 # as few elements as a block of threads takes at least are read as fast as others (InterFormer at other widths).
 PLACES = frozenset({"turned_cat"})
+CALLED = ("gemm", "external", "copy", *ATTENTION)
+"""Kinds of what reads its tensors from memory as they are."""
+BIAS = frozenset({"add"})
 # torchao finds the scales of rows in FP64, and its recipe rounds them to powers of two. torch.compile computes them anew for
 # every element behind a GEMM, and where a reduction over rows casts by the scales of columns, too.
 FP32, FP64, ROUNDED = "", "fp64", "fp64_rounded"
@@ -121,6 +125,7 @@ class _Quantized:
         self.again, self.kept = self._computed_again(loops, inside), self._kept(loops)
         result: list[Scheduled] = []
         made: dict[tuple[object, ...], int] = {}
+        readers = _readers(loops)
         for loop in loops:
             if any(buffer in inside for buffer in loop.writes):
                 continue
@@ -139,14 +144,19 @@ class _Quantized:
                         made[(*place, how.scaling, how.across)],
                     ):
                         reads[buffer, ""] = Access(self.sizes[buffer], False)
-            if after := [how.scales for how in taken.values() if how.after]:
+            after = next((RESCALE[how.scales] for how in taken.values() if how.after), frozenset[str]())
+            bias = self._added_behind(loop, readers)
+            if after or bias:
                 ((buffer, size),) = loop.writes.items()
                 raw = self._buffer(size)
-                result.append(loop.copy(reads, {raw: size}))
-                space, whole, scaled = (size // 2, 1), {(raw, ""): Access(size, True)}, {buffer: size}
+                result.append(loop.copy({at: read for at, read in reads.items() if at not in bias}, {raw: size}))
+                sources, operators = {(raw, ""): Access(size, True), **bias}, after | (BIAS if bias else frozenset())
                 result.append(
-                    Scheduled("mul", "pointwise", space, whole, scaled, operators=RESCALE[after[0]], backward=loop.backward)
-                )
+                    Scheduled(
+                        "mul" if after else "add", "pointwise", (size // 2, 1), sources, {buffer: size}, operators=operators,
+                        backward=loop.backward,
+                    )
+                )  # fmt: skip
             else:
                 result.append(loop.copy(reads))
         return Lowered(result, self.sizes, self.step.outputs)
@@ -165,6 +175,16 @@ class _Quantized:
             for loop in loops
             if not (gone & loop.writes.keys() or (loop.label == ADDED and gone & {buffer for buffer, _ in loop.reads}))
         ]
+
+    def _added_behind(self, gemm: Scheduled, readers: Mapping[int, list[Scheduled]]) -> Reads:
+        """What a product reads of a bias that is added in a kernel of its own: for what is no loop, which cannot add it itself.
+
+        torchao adds biases behind its FP8 products (`Float8Linear.forward`, 0.17).
+        """
+        (buffer,) = gemm.writes
+        multiplied = {source for source, _, _ in gemm.operands.values()}
+        called = [reader for reader in readers.get(buffer, []) if reader.kind in CALLED and not self._takes(reader, buffer)]
+        return {at: read for at, read in gemm.reads.items() if at[0] not in multiplied} if called else {}
 
     def _computed_again(self, loops: list[Scheduled], inside: Mapping[int, Scheduled]) -> dict[int, Scheduled]:
         """Buffers of the forward, as a norm's result, that of the backward only FP8 GEMMs read: it keeps what they are made of.
@@ -274,8 +294,9 @@ class _Quantized:
         sources = {**turned, (made[scale], ""): Access(self.sizes[made[scale]], along)}
         operators |= CAST | (BY_COLUMNS[how.scales] if how.across else frozenset())
         yield Scheduled(
-            "cast", "pointwise", (elements, 1), sources, {made[key]: elements}, operators=operators, backward=backward
-        )
+            "cast", "pointwise", (elements, 1), sources, {made[key]: elements}, operators=operators, backward=backward,
+            stored_across=how.turned and operand == list(gemm.operands.values())[1],
+        )  # fmt: skip
 
     def _magnitudes(
         self, reads: Reads, operators: frozenset[str], elements: int, how: Taken, backward: bool
