@@ -47,15 +47,15 @@ from perfmodel.in_step import RESCALES, VECTOR, is_counted
 from perfmodel.kernels import BF16, BIASED, K_FASTEST, KERNELS, laid
 
 CLOSE = 0.25  # of the logarithm of the bytes
-STAGE = 1024  # elements that the second stage of a sum adds up at most
+STAGE = 8192  # elements that the second stage of a sum adds up at most
 TABLE = "gradient of a table"
 # Names of torch's own kernels: sums of FP32 that lie side by side, and what copies to rows that do not lie densely.
 CALLED = {"partials": "reduce_kernel<128, 4", "copy": "elementwise_kernel<128, 4"}
 SLOW = {"sin", "cos", "random"}  # operators that take longer than most kernels' bytes
 # Operators that read by place: torch.compile's account has as many bytes for each part as for the whole, or as for one.
 PLACED = {"cat", "slice_scatter"}
-LOOKS_UP, REDUCES = {"embedding"}, ("row", "column", "both")
-"""Of reductions, what reads by place: rows of a table, of which the account has the whole table."""
+LOOKS_UP, REDUCES = {"embedding", "index", "gather"}, ("row", "column", "both")
+"""Operators that read where data says, and kinds of reductions that may: the account has the whole table of what they look up."""
 ADDS_BIAS = laid(BF16, BIASED)
 STEP = ("model", "batch", "variant")
 COUNTS = ("step_launches", "step_batched")
@@ -78,8 +78,8 @@ def measured_kernels(profile: dict[str, Any]) -> pd.DataFrame:
         read, written = row["read_bytes"], row["written_bytes"]
         table = "embedding_dense" in name
         kind = "row" if reduced > 1 else "pointwise"
-        looks_up = "embedding" in operators and not table
-        if table and reduced == 1 and any("index_put" in operator for operator in row["operators"]):
+        looks_up = bool(operators & LOOKS_UP) and not table
+        if reduced == 1 and any("index_put" in operator for operator in operators):
             kind = "scatter"
         elif looks_up and reduced == 1:
             kind, read = "gather", written

@@ -20,10 +20,13 @@ import json
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import pandas as pd
 
 from loka_sim.calibration import HOST
 from loka_sim.dispatch.baselines import BASELINES
@@ -38,6 +41,7 @@ from loka_sim.whatif import WhatIf, whatif
 from loka_sim.whole_step import TABLE_LAUNCHES, between_us, by_kind, launches_of_step, log_loss, others, table_gradient
 from perfmodel import fused
 from perfmodel.data_folder import data_folder
+from perfmodel.fit_in_step import architecture
 from perfmodel.hardware import DEFAULT, available
 
 KEPT = ("model", "batch", "variant", "command", "step_ms", "graph_ms", "kernels_ms", "by_kind_us")
@@ -141,6 +145,22 @@ def holds(ends: Sequence[float], measured: float) -> bool:
     return ends[1] <= measured <= ends[2]
 
 
+def outside(ends: Sequence[float], measured: float) -> float:
+    """How far what was measured is off, in parts of the interval's side: above 1 it lies outside."""
+    return abs(measured - ends[0]) / abs(ends[2 if measured > ends[0] else 1] - ends[0])
+
+
+def wide_enough(kinds: Sequence[str], parts: Sequence[float]) -> float:
+    """How many times as wide intervals would hold 90% of the steps, where every kind of model counts as much as another."""
+    steps = Counter(kinds)
+    total = 0.0
+    for kind, part in sorted(zip(kinds, parts, strict=True), key=lambda pair: pair[1]):
+        total += 1 / (steps[kind] * len(steps))
+        if total >= 0.9:
+            return part
+    return float("inf")
+
+
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -176,12 +196,16 @@ def show_steps(steps: Sequence[dict[str, Any]], answers: dict[tuple[str, int], A
     head = f"{'kernels':>9s}{'predicted':>10s}{'90%':>20s}{'off':>8s}{'graph':>9s}{'predicted':>10s}{'off':>8s}  speedup"
     print(f"{'model':24s}{'batch':>6s}  {'variant':18s}{head}")
     ratios, inside, walls, held, signs, sure = [], [], [], [], [], []
+    parts: dict[bool, list[tuple[str, float]]] = {False: [], True: []}  # of steps that were not learned from, and that were
+    learned = seen_steps(hardware)
     for step in steps:
         found = both(step["model"], step["batch"], answers, hardware)
         (us, low, high), graph = found[step["variant"]]
         measured = step["kernels_ms"]
         ratios.append(us / measured)
         inside.append(low <= measured <= high)
+        known = tuple(step[name] for name in KEPT[:3]) in learned
+        parts[known].append((architecture(step["model"]), outside((us, low, high), measured)))
         line = f"{step['model'].rpartition('.')[2]:24s}{step['batch']:6d}  {step['variant']:18s}{measured:9.3f}{us:10.3f}"
         line += f"  [{low:7.3f}, {high:7.3f}]{us / measured - 1:+8.1%}"
         if step["graph_ms"] and not step["shared"]:
@@ -202,7 +226,17 @@ def show_steps(steps: Sequence[dict[str, Any]], answers: dict[tuple[str, int], A
         print(line + by_mods(step, steps, answers, hardware))
     judge("against kernels", ratios, inside)
     judge("against the graph, of steps that had a GPU to themselves", walls, held)
+    for known, some in parts.items():
+        if some:
+            which, wide = "learned from" if known else "not learned from", wide_enough(*zip(*some, strict=True))
+            print(f"steps {which}, every kind of model alike: intervals {wide:.2f} times as wide hold 90%")
     print(f"signs of speedups right {sum(signs)} of {len(signs)}; {sum(sure)} of {len(sure)} inside their 90% intervals")
+
+
+def seen_steps(hardware: str) -> set[tuple[Any, ...]]:
+    """Steps whose kernels were learned from (`perfmodel.fit_in_step`)."""
+    file = data_folder() / hardware / "step_kernels.parquet"
+    return set(pd.read_parquet(file, columns=list(KEPT[:3])).itertuples(index=False, name=None)) if file.exists() else set()
 
 
 def by_mods(

@@ -16,11 +16,13 @@ from loka_sim import modelspec, step_loops
 from loka_sim.capture import capture
 from loka_sim.dispatch.baselines import BASELINES
 from loka_sim.dispatch.candidates import SiteShape, operand_makers
+from loka_sim.dispatch.steps import RECIPE
 from loka_sim.errors import UserError
 from loka_sim.fp8_step import fused, taken
 from loka_sim.fusion import measured
 from loka_sim.loops import Lowered
 from loka_sim.quantized_loops import FP64, RESCALE, ROUNDED, Taken, pieces, quantized
+from loka_sim.resolve import resolve_model
 from perfmodel.data_folder import data_folder
 from perfmodel.fused import instructions_of
 
@@ -291,3 +293,67 @@ def test_magnitudes_in_pieces_that_are_not_even_are_uneven(rows, uneven):
     }
     found = [k for k in fused(step_loops.read(spec.loops, rows), passes) if k.kind == "row" and k.reduced.at(rows) > N]
     assert {kernel.uneven for kernel in found if kernel.kept.at(rows) == pieces(rows * N)} == {uneven}
+
+
+def test_a_turned_copy_is_written_where_torch_compile_writes_it():
+    """Where loops share most: in the kernel of the norm's gradient, not of a gate's (torch 2.11, H200, its log)."""
+    batch, size = 2176, 3840
+    found = resolve_model("benchmarks.drawn_models:drawn_10").at_batch(batch)
+    passes = {}
+    for site in found.sites:
+        shape = SiteShape.of(site, batch)
+        baseline = next(baseline for baseline in BASELINES if baseline.name == "naive_tensorwise")
+        kernels = baseline.assignment(site, shape)
+        taken_of = taken(shape, kernels, operand_makers(shape, kernels), RECIPE)
+        passes |= {(site.name, name): operands for name, operands in taken_of.items()}
+    step = fused(step_loops.read(found.loops, batch), passes)
+    sums = [
+        k for k in step if k.phase == "backward" and k.kind == "row" and k.kept.at(batch) * k.reduced.at(batch) == batch * size
+    ]
+    (kernel,) = (kernel for kernel in sums if "cast" in kernel.label.split())
+    assert (kernel.kept.at(batch), kernel.reduced.at(batch)) == (batch, size)
+    assert kernel.unordered_bytes.at(batch) == batch * size
+
+
+def biased(bias, behind):
+    """What stands beside an FP8 layer whose output is read by what its bias cannot be added in."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(256, 3 * 64, bias=bias), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.last(behind(self.first(x)))
+
+    batch = 512
+    found = capture(Model(), (torch.randn(batch, 16, 256),))
+    (site,) = (site for site in found.sites if site.name == "first")
+    shape = SiteShape.of(site, batch)
+    passes = {
+        (site.name, "output"): {
+            tensor: Taken("tensorwise", turned, *shape.tensor(tensor)) for tensor, turned in shape.reads("output")
+        }
+    }
+    size = 2 * batch * 16 * 3 * 64
+    return [
+        kernel
+        for kernel in fused(step_loops.read(found.loops, batch), passes)
+        if kernel.phase == "forward" and kernel.kind == "pointwise" and kernel.written_bytes.at(batch) == size
+    ]
+
+
+def attended(x):
+    return torch.nn.functional.scaled_dot_product_attention(*(part.unsqueeze(1) for part in x.chunk(3, 2))).squeeze(1)
+
+
+def activated(x):
+    return torch.relu(x)[..., :64]
+
+
+@pytest.mark.parametrize(("bias", "behind", "kernels"), [(True, attended, 1), (False, attended, 0), (True, activated, 0)])
+def test_a_bias_behind_an_fp8_product_is_a_kernel_where_its_reader_is_called(bias, behind, kernels):
+    """torchao adds it behind the product: attention cannot, a loop can (torch 2.11, H200, drawn models)."""
+    found = biased(bias, behind)
+    assert len(found) == kernels
+    assert all(kernel.label == "add" and kernel.read_bytes.at(512) > kernel.written_bytes.at(512) for kernel in found)
