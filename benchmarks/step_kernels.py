@@ -33,7 +33,7 @@ from hil.files import write_atomic
 from loka_sim import step_loops
 from loka_sim.dispatch.baselines import BASELINES
 from loka_sim.dispatch.candidates import Row, operand_makers
-from loka_sim.dispatch.steps import EXPORT, RECIPE
+from loka_sim.dispatch.steps import EXPORT, RECIPE, as_run
 from loka_sim.fp8_step import fused as fused_with_fp8
 from loka_sim.fp8_step import taken
 from loka_sim.modelspec import Fused
@@ -128,7 +128,7 @@ def predicted_kernels(answer: WhatIf, variant: str) -> tuple[list[Fused], list[R
     gemms = []
     for name, which in order:
         site, kernels = by_name[name]
-        gemms.append(site.shape.row(which, kernels[which]))
+        gemms.append(as_run(site.shape.row(which, kernels[which]), answer.times.of))
     fused = fused_with_fp8(step, assigned) if assigned else list(answer.spec.fused)
     return [*fused, *table_gradient(answer.spec.tables, TABLE_ROWS)], gemms
 

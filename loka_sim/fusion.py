@@ -81,7 +81,7 @@ def _joined_space(first: _Group, second: _Group) -> tuple[int, int] | None:
         row, other = (first, second) if first.kind == "row" else (second, first)
         if other.kind == "row":
             return row.space if row.space == other.space else None
-        return row.space if _fits(row, other) and not (_flat(row) and _across_memory(other)) else None
+        return row.space if _fits(row, other) and _in_rows(row, other) and not (_flat(row) and _across_memory(other)) else None
     if first.kind == second.kind == "scatter" and not _own(first) & _own(second):
         return None
     return first.space if first.space[0] == second.space[0] else None
@@ -128,7 +128,8 @@ def _across(first: _Group, second: _Group) -> tuple[int, int] | None:
     if other.writes & reduction.reads:
         return None
     uses_sums = bool(other.reads & reduction.writes) and other.space[0] == reduction.space[reduction.kind == BOTH]
-    return reduction.space if uses_sums or (reduction.kind == BOTH and _fits(reduction, other)) else None
+    fits = reduction.kind == BOTH and _fits(reduction, other) and _in_rows(reduction, other)
+    return reduction.space if uses_sums or fits else None
 
 
 def _is_cut(column: _Group) -> bool:
@@ -160,6 +161,11 @@ def _across_memory(group: _Group) -> bool:
 def _fits(row: _Group, other: _Group) -> bool:
     """Whether a loop runs over a reduction's input or over its result."""
     return other.space[0] in (row.space[0] * row.space[1], row.space[0])
+
+
+def _in_rows(row: _Group, other: _Group) -> bool:
+    """Whether matrices that loops write transposed have a reduction's rows: in tiles of other rows it does not run."""
+    return all(loop.turned_rows in (0, row.space[0]) for loop in other.members)
 
 
 def _both_ways(first: _Group, second: _Group) -> tuple[int, int] | None:

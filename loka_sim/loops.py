@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 TURNED, ACROSS = 1, 2
 ADDED = "added"
 """Stands for a product's reading of the bias that was copied to each of its rows."""
+PICKED = "picked"
+"""Elements that are looked up one by one, by several indices."""
 FETCHED = "~"
 """In a part's name behind what is fetched with it: slices of a tensor with one step lie in the same sectors."""
 
@@ -52,6 +54,7 @@ class Scheduled:
         flat: A reduction to one value, in pieces that are no rows, or a copy of what was written in another order: nothing that
             runs in another order joins it.
         stored_across: It runs in the order of what it reads, and turns what it writes.
+        turned_rows: Of a loop that writes a matrix transposed, the matrix' rows; 0 of any other.
         gemm: Groups, m, n and k of a GEMM; None of everything else.
         operands: What a GEMM multiplies: buffer, part, elements; named `x`, `w` or `g` once it is known whose GEMM it is.
         site: Whose GEMM it is, and which pass; empty where that is not known.
@@ -71,12 +74,14 @@ class Scheduled:
     site: tuple[str, str] = ("", "")
     flat: bool = False
     stored_across: bool = False
+    turned_rows: int = 0
 
     def copy(self, reads: Reads, writes: dict[int, int] | None = None) -> Scheduled:
         """The same with other reads, and writes if given; `dataclasses.replace` takes several times as long."""
         return Scheduled(
             self.label, self.kind, self.space, reads, self.writes if writes is None else writes, self.gathers, self.uneven,
             self.operators, self.backward, self.gemm, self.operands, self.site, self.flat, self.stored_across,
+            self.turned_rows,
         )  # fmt: skip
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from loka_sim.loops import ACROSS, ADDED, Access, Lowered, Reads, Scheduled
+from loka_sim.loops import ACROSS, ADDED, TURNED, Access, Lowered, Reads, Scheduled
 from perfmodel.attention import KINDS as ATTENTION
 
 # torch._inductor.config.realize_reads_threshold: what reads more is written for several uses.
@@ -286,17 +286,20 @@ class _Quantized:
             for loop in self._magnitudes(reads, operators, elements, how, backward):
                 yield loop
                 (made[scale],) = loop.writes
-        turned = {
-            at: Access(read.read_bytes, read.whole, ACROSS) if how.turned and read.whole else read for at, read in reads.items()
-        }
+        turned = {at: self._turned(read) if how.turned and read.whole else read for at, read in reads.items()}
         made[key] = self._buffer(elements)
         along = how.scaling != "tensorwise" and not how.across  # a scale for what lies side by side: there when its turn comes
         sources = {**turned, (made[scale], ""): Access(self.sizes[made[scale]], along)}
         operators |= CAST | (BY_COLUMNS[how.scales] if how.across else frozenset())
         yield Scheduled(
             "cast", "pointwise", (elements, 1), sources, {made[key]: elements}, operators=operators, backward=backward,
-            stored_across=how.turned and operand == list(gemm.operands.values())[1],
+            stored_across=how.turned and operand == list(gemm.operands.values())[1], turned_rows=how.rows if how.turned else 0,
         )  # fmt: skip
+
+    @staticmethod
+    def _turned(read: Access) -> Access:
+        """A reading by a loop over the transposed tensor: of one that was across memory the closest elements are close again."""
+        return Access(read.read_bytes, read.whole, TURNED if read.turned == ACROSS else ACROSS)
 
     def _magnitudes(
         self, reads: Reads, operators: frozenset[str], elements: int, how: Taken, backward: bool

@@ -31,11 +31,11 @@ _OF_KIND = {
 }  # fmt: skip
 FUSED = (
     "pointwise", "gather", "scatter", "scatter_strided", "scatter_turned", "reduction", "quantize_pointwise",
-    "quantize_reduction", "magnitudes", "partials", "copy",
+    "quantize_reduction", "quantize_turned", "magnitudes", "partials", "copy",
 )  # fmt: skip
 """Families of fused kernels that have a curve."""
 RESCALES = {"rescale", "rescale_rounded"}
-COMPUTES = {*RESCALES, "random", "turned_cat"}
+COMPUTES = {*RESCALES, "random", "turned_cat", "picked", "index_put"}
 """Operators that take a kernel longer to compute than its bytes to move: where these lie is no matter, and it has no curve."""
 GEMMS = ("gemm_bf16", "gemm_fp8")
 SHORT_US = 2.0  # kernels from this on have whole gaps: of 1.25 to 64 it left the least error on kinds of models left out
@@ -69,6 +69,8 @@ def family(kind: str, label: str, kept: int, unordered_bytes: int) -> str:
     quantizes = "cast" in operators or ({"abs", "amax"} <= operators and "any" not in operators)
     if quantizes and kind == "row" and not operators & {"cast", "var_mean"}:  # of a whole tensor, in long pieces
         return "magnitudes"
+    if quantizes and found == "reduction" and unordered_bytes:
+        return "quantize_turned"
     return f"quantize_{found}" if quantizes and found in ("pointwise", "reduction") else found
 
 

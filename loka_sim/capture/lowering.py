@@ -40,7 +40,7 @@ from loka_sim.capture.operators import (
 )  # fmt: skip
 from loka_sim.capture.results import Root, View, add, inline
 from loka_sim.capture.views import factors, lying, steps, viewed
-from loka_sim.loops import ACROSS, ADDED, FETCHED, Access, Lowered, Reads, Scheduled
+from loka_sim.loops import ACROSS, ADDED, FETCHED, PICKED, Access, Lowered, Reads, Scheduled
 from perfmodel.attention import FORWARD, VECTOR, label_of
 
 # torch._inductor.config, alike in torch 2.11 and 2.13: realize_reads_threshold, realize_opcount_threshold,
@@ -244,6 +244,8 @@ class Lowering:
                 add(root.reads, (key[0], key[1] + placed) if view in put else key, access)
             inline(root, view)
         root.gathers |= name in GATHERS
+        if name == "index" and sum(index is not None for index in node.args[1]) > 1:  # type: ignore[union-attr, misc]
+            root.operators |= {PICKED}
         self._views[node] = view = View(root, "", root.numel, True)
         self._used_often(node, view)
         self._gathered_much(view)
