@@ -78,7 +78,8 @@ def measured_kernels(profile: dict[str, Any]) -> pd.DataFrame:
         read, written = row["read_bytes"], row["written_bytes"]
         table = "embedding_dense" in name
         kind = "row" if reduced > 1 else "pointwise"
-        looks_up = bool(operators & LOOKS_UP) and not table
+        # What puts parts together may be what writes one of them: it is not told from it by its operators.
+        looks_up = bool(operators & (LOOKS_UP - {"index"} if "cat" in operators else LOOKS_UP)) and not table
         if reduced == 1 and any("index_put" in operator for operator in operators):
             kind = "scatter"
         elif looks_up and reduced == 1:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from loka_sim.loops import ACROSS, FETCHED, Lowered, Scheduled
+from loka_sim.loops import ACROSS, FETCHED, PICKED, Lowered, Scheduled
 from perfmodel.attention import KINDS as ATTENTION
 from perfmodel.memory_plan import stages
 
@@ -377,6 +377,8 @@ def _measured(lowered: Lowered, loops: list[Scheduled], number: int, users: dict
     if kind == "pointwise" and any(loop.gathers for loop in loops):
         kind = "gather"
     said = {loop.label for loop in loops}.union(*(loop.operators for loop in loops)) - UNSAID
+    if "cat" in said and "constant_pad_nd" not in said:  # whose parts torch.compile may write one by one, and few are picked
+        said -= {PICKED}
     if counted := said & COUNTED:
         said = (said - COUNTED) | {_counted(operator, loops) for operator in counted}
     if kind == "column" and "embedding" in said:
