@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 TURNED, ACROSS = 1, 2
 ADDED = "added"
 """Stands for a product's reading of the bias that was copied to each of its rows."""
-PICKED = "picked"
-"""Elements that are looked up one by one, by several indices."""
+PICKED, PUT = "picked", "put"
+"""Stand for elements that are looked up one by one, by several indices, and for such that are added so."""
 FETCHED = "~"
 """In a part's name behind what is fetched with it: slices of a tensor with one step lie in the same sectors."""
 

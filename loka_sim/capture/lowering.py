@@ -35,12 +35,13 @@ from loka_sim.capture.operators import (
     operations,
     operator_name,
     repeated_within,
+    several_indices,
     trailing,
     value_of,
 )  # fmt: skip
 from loka_sim.capture.results import Root, View, add, inline
 from loka_sim.capture.views import factors, lying, steps, viewed
-from loka_sim.loops import ACROSS, ADDED, FETCHED, PICKED, Access, Lowered, Reads, Scheduled
+from loka_sim.loops import ACROSS, ADDED, FETCHED, PICKED, PUT, Access, Lowered, Reads, Scheduled
 from perfmodel.attention import FORWARD, VECTOR, label_of
 
 # torch._inductor.config, alike in torch 2.11 and 2.13: realize_reads_threshold, realize_opcount_threshold,
@@ -244,7 +245,7 @@ class Lowering:
                 add(root.reads, (key[0], key[1] + placed) if view in put else key, access)
             inline(root, view)
         root.gathers |= name in GATHERS
-        if name == "index" and sum(index is not None for index in node.args[1]) > 1:  # type: ignore[union-attr, misc]
+        if name == "index" and several_indices(node):
             root.operators |= {PICKED}
         self._views[node] = view = View(root, "", root.numel, True)
         self._used_often(node, view)
@@ -426,7 +427,10 @@ class Lowering:
         root.buffer = self._buffer(root.numel * root.itemsize)
         added = numel * root.itemsize
         add(reads, (destination, ""), Access(added, False))
-        self.result.scheduled.append(Scheduled(name, "scatter", (numel, 1), reads, {root.buffer: added}))
+        operators = {PUT} if name == "index_put" and several_indices(node) else set()
+        self.result.scheduled.append(
+            Scheduled(name, "scatter", (numel, 1), reads, {root.buffer: added}, operators=frozenset({name, *operators}))
+        )
         self._views[node] = View(root, "", root.numel, True)
 
     def _destination(self, view: View) -> int:

@@ -148,3 +148,8 @@ def along_memory(node: fx.Node, source: torch.Tensor) -> bool:
     inner = [step for dim, step in steps.items() if dim in reduced]
     outer = [step for dim, step in steps.items() if dim not in reduced]
     return not inner or not outer or min(inner) < min(outer)
+
+
+def several_indices(node: fx.Node) -> bool:
+    """Whether a node reads, or adds, at several indices at once: element by element, not by rows."""
+    return sum(index is not None for index in node.args[1]) > 1  # type: ignore[union-attr, misc]
