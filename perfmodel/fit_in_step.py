@@ -59,8 +59,8 @@ FIELDS = 256  # elements that a sum across memory over fields, or over what a us
 SMALL_US = 25.0  # batched products of which what is not their kernel is a share to be seen
 LEAST_OFF, MOST_OFF = 0.03, 0.5  # of a family that one kind of model has alone nothing can be said without it
 DRAWN_KINDS = 8
-# What a whole step is off by, in parts of what its found kernels are: the others, which no partner was found for, are in none of what
-# is learned. So wide 150 steps of drawn models lie inside in 90% (`benchmarks/whole_step.py`, which says how wide is wide enough).
+# What a whole step is off by, in parts of what its found kernels are: what found no partner is in none of what is learned. So wide,
+# intervals held 90% of 150 steps of drawn models (`benchmarks/whole_step.py`, which says how wide is wide enough).
 WHOLE = 1.4
 STEP = ["model", "batch", "variant"]
 
@@ -236,7 +236,9 @@ def off_together(table: pd.DataFrame, predicted: Array) -> dict[str, float]:
 
 
 def calibrated(table: pd.DataFrame, predicted: Array, off: dict[str, float]) -> dict[str, float]:
-    """The same, all by one factor, so that 90% of the steps' totals lie inside (conformal: of so many steps and one more); `WHOLE`.
+    """The same, all by one factor, so that 90% of the steps' totals lie inside (conformal: of so many steps and one more).
+
+    Then by `WHOLE`.
 
     A family's share alone is too wide for the whole: where one family was predicted too long, another was too short.
 
