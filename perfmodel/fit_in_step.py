@@ -59,8 +59,8 @@ FIELDS = 256  # elements that a sum across memory over fields, or over what a us
 SMALL_US = 25.0  # batched products of which what is not their kernel is a share to be seen
 LEAST_OFF, MOST_OFF = 0.03, 0.5  # of a family that one kind of model has alone nothing can be said without it
 DRAWN_KINDS = 8
-# What a whole step is off by, in parts of what its found kernels are: what found no partner is in none of what is learned. So wide,
-# intervals held 90% of 150 steps of drawn models (`benchmarks/whole_step.py`, which says how wide is wide enough).
+# What a whole step is off by, in parts of what its found kernels are: what found no partner is in none of what is learned. So
+# wide, intervals held 90% of 150 steps of drawn models (`benchmarks/whole_step.py`, which says how wide is wide enough).
 WHOLE = 1.4
 STEP = ["model", "batch", "variant"]
 
