@@ -63,7 +63,7 @@ def test_intervals_are_as_wide_as_nine_steps_in_ten_need():
     found = fit_in_step.calibrated(table, predicted, {"pointwise": 0.5, "gemm_bf16": 0.5})
     # Both families of a step are off by the same here; each widths adds in quadrature.
     needed = np.quantile(np.abs(1 - np.exp(-steps.groupby([table["model"], table["batch"]]).first())), 0.9)
-    assert found["pointwise"] == found["gemm_bf16"] == pytest.approx(np.sqrt(2) * needed, rel=0.15)
+    assert found["pointwise"] == found["gemm_bf16"] == pytest.approx(fit_in_step.WHOLE * np.sqrt(2) * needed, rel=0.15)
 
 
 def test_kinds_of_models_are_known_by_their_names():
