@@ -36,7 +36,7 @@ from perfmodel.in_step import (
     LEAST_OF_BATCHED,
     SCHEMA_VERSION,
     SHORT_US,
-    TURNED,
+    WITHOUT_CURVE,
     family,
     is_counted,
     weights,
@@ -84,7 +84,7 @@ def with_steps(rows: pd.DataFrame, table: pd.DataFrame, factor: Array, alone: Ar
     """Rows to fit trees to, and fused kernels of steps as they would take alone, by the curves of their families."""
     us, families = table["us"].to_numpy(dtype=float) / factor, families_of(table)
     # Of those that multiply scales, only what does little else is told from others by its bytes.
-    known = np.isin(families, (*FUSED, TURNED)) | ((families == "rescale") & (table["kind"] == "pointwise").to_numpy())
+    known = np.isin(families, (*FUSED, *WITHOUT_CURVE)) | ((families == "rescale") & (table["kind"] == "pointwise").to_numpy())
     # What takes that much longer is hardly the kernel that was predicted, but one of as many bytes that computes more.
     fields = ((table["kind"] == "column") & (table["reduced"] <= FIELDS)).to_numpy()  # of which none was timed alone
     mine = known & ((us < MOST_LONGER * alone) | fields)

@@ -31,14 +31,15 @@ _OF_KIND = {
 }  # fmt: skip
 FUSED = (
     "pointwise", "gather", "scatter", "scatter_strided", "scatter_turned", "reduction", "quantize_pointwise",
-    "quantize_reduction", "magnitudes", "partials", "copy",
+    "quantize_reduction", "magnitudes", "copy",
 )  # fmt: skip
 """Families of fused kernels that have a curve."""
 RESCALES = {"rescale", "rescale_rounded"}
 COMPUTES = {*RESCALES, "random", "turned_cat", "picked", "put"}
 """Operators that take a kernel longer to compute than its bytes to move: where these lie is no matter, and it has no curve."""
 TURNED = "quantize_turned"
-"""Reductions that write a transposed copy in 8 bits: their stores take longer than their bytes, and they have no curve either."""
+WITHOUT_CURVE = (TURNED, "partials")
+"""Reductions that write a transposed copy in 8 bits, and sums of parts: what takes them long is not where their bytes lie."""
 GEMMS = ("gemm_bf16", "gemm_fp8")
 SHORT_US = 2.0  # kernels from this on have whole gaps: of 1.25 to 64 it left the least error on kinds of models left out
 CLEARED_US = 0.8  # what clears their counter: 0.7 to 0.9 in 22 profiled steps, where it is a kernel of its own
