@@ -54,6 +54,7 @@ OUTLYING = 0.15  # of the logarithm: kernels further off count in proportion les
 ROUNDS = 8
 SHARED_WEIGHT = 0.5  # of steps that ran beside other work on the machine
 STEP_WEIGHT = 30.0  # of a step's kernels in the trees of fused ones, together; one timed alone counts 1
+PARTS_WEIGHT = 6.0  # of sums of parts, beside: no curve has what they take in steps, and each is a small share of one
 MOST_LONGER = 2.0  # than trees and curves say that know no step's
 FIELDS = 256  # elements that a sum across memory over fields, or over what a user saw before, adds up at most
 SMALL_US = 25.0  # batched products of which what is not their kernel is a share to be seen
@@ -90,7 +91,8 @@ def with_steps(rows: pd.DataFrame, table: pd.DataFrame, factor: Array, alone: Ar
     mine = known & ((us < MOST_LONGER * alone) | fields)
     kernels = _fused(table[mine])
     share = (kernels["us"] * kernels["launches"] / kernels["step_us"]).to_numpy(dtype=float)
-    added = kernels[list(fused.COLUMNS)].assign(p50_us=us[mine], weight=STEP_WEIGHT * share)
+    weight = STEP_WEIGHT * share * np.where(families[mine] == "partials", PARTS_WEIGHT, 1.0)
+    added = kernels[list(fused.COLUMNS)].assign(p50_us=us[mine], weight=weight)
     return pd.concat([rows, added], ignore_index=True)
 
 
