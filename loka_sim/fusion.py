@@ -242,12 +242,12 @@ class _Fusion:
         return reduces[0] == reduces[1], shared, -_distance(one, other)
 
     def _space(self, first: int, second: int, turning: bool) -> tuple[int, int] | None:
-        """The iteration space of two groups as one kernel, the earlier first; None where they are not made one."""
+        """The iteration space of two groups as one kernel; None where they are not made one."""
         one, other = self._group(first), self._group(second)
         space = _joined_space(one, other)
         if space is None or len(one.members) + len(other.members) > MOST_FUSED:
             return None
-        if one.kind != BOTH and other.kind == BOTH:
+        if one.kind != BOTH and other.kind == BOTH:  # which nothing is put before (`Scheduler.can_fuse`)
             return None
         if {one.kind, other.kind} != {"row", "column"}:
             waits = bool((one.before & other.bits) | (other.before & one.bits))
