@@ -69,6 +69,7 @@ class _Group:
     added: set[int] = field(default_factory=set)  # of these, those that a scatter adds to
     first: int = 0  # places in the order of all loops
     last: int = 0
+    data: dict[bool, dict[tuple[int, str, int], int]] = field(default_factory=dict)  # as `_data` has it
 
 
 def _joined_space(first: _Group, second: _Group) -> tuple[int, int] | None:
@@ -90,12 +91,14 @@ def _joined_space(first: _Group, second: _Group) -> tuple[int, int] | None:
 def _shared(one: _Group, other: _Group, turning: bool) -> int:
     """Bytes that two groups read, or one makes and the other reads, in the same order: of loops that turn, where they may."""
     sizes, others = _data(one, turning), _data(other, turning)
-    return sum(size for key, size in sizes.items() if key in others)
+    return sum([size for key, size in sizes.items() if key in others])
 
 
 def _data(group: _Group, turning: bool) -> dict[tuple[int, str, int], int]:
-    """Bytes that a group reads or writes, by buffer, part, and order."""
-    found: dict[tuple[int, str, int], int] = {}
+    """Bytes that a group reads or writes, by buffer, part, and order; found once as long as it is what it is."""
+    if turning in group.data:
+        return group.data[turning]
+    found = group.data[turning] = dict[tuple[int, str, int], int]()
     for loop in group.members:
         straight = loop.stored_across or (turning and loop.turns)
         for (buffer, part), access in loop.reads.items():
@@ -299,6 +302,7 @@ class _Fusion:
             known = other.before if one.before & other.bits else one.before
         lacking = between & ~known
         one.members += other.members
+        one.data = {}
         one.space = space
         one.kind = _joined_kind(one.kind, other.kind)
         one.reads |= other.reads
