@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from loka_sim.loops import ACROSS, FETCHED, PICKED, Lowered, Scheduled
+from loka_sim.loops import ACROSS, DENSE, FETCHED, Lowered, Scheduled
 from perfmodel.attention import KINDS as ATTENTION
 from perfmodel.memory_plan import stages
 
@@ -23,7 +23,7 @@ LEAST_SHARED = 10  # bytes: torch._inductor.config.score_fusion_memory_threshold
 BOTH_WAYS_ELEMENTS, BOTH_WAYS_ROWS, BOTH_WAYS_COLUMNS = 5 * 2**20, 4096, 16 * 1024
 BOTH = "both"
 # Operators that say nothing of a kernel.
-UNSAID = {"convert_element_type", "full", "input", "lookup_seed", ""}
+UNSAID = {"convert_element_type", "full", "input", "lookup_seed", DENSE, ""}
 IN_REDUCTIONS = {"column_scale", "column_scale_rounded"}  # once a tile elsewhere
 GATHERED_ACROSS = "gathered_across"  # rows that are looked up, added element by element
 COUNTED = {"rescale", "rescale_rounded"}  # of several in one kernel each is computed: `rescale*2`
@@ -381,8 +381,6 @@ def _measured(lowered: Lowered, loops: list[Scheduled], number: int, users: dict
     if kind == "pointwise" and any(loop.gathers for loop in loops):
         kind = "gather"
     said = {loop.label for loop in loops}.union(*(loop.operators for loop in loops)) - UNSAID
-    if "cat" in said and "constant_pad_nd" not in said:  # whose parts torch.compile may write one by one, and few are picked
-        said -= {PICKED}
     if counted := said & COUNTED:
         said = (said - COUNTED) | {_counted(operator, loops) for operator in counted}
     if kind == "column" and "embedding" in said:

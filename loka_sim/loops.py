@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 TURNED, ACROSS = 1, 2
 ADDED = "added"
 """Stands for a product's reading of the bias that was copied to each of its rows."""
+DENSE = "dense"
+"""Labels a copy without the padding between rows, for a product that reads its operand so."""
 PICKED, PUT = "picked", "put"
 """Stand for elements that are looked up one by one, by several indices, and for such that are added so."""
 FETCHED = "~"

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from loka_sim.loops import ACROSS, ADDED, TURNED, Access, Lowered, Reads, Scheduled
+from loka_sim.loops import ACROSS, ADDED, DENSE, TURNED, Access, Lowered, Reads, Scheduled
 from perfmodel.attention import KINDS as ATTENTION
 
 # torch._inductor.config.realize_reads_threshold: what reads more is written for several uses.
@@ -120,7 +120,7 @@ class _Quantized:
         self.sizes, self.next = dict(self.step.sizes), max(self.step.sizes, default=0) + 1
         self.taken = {id(loop): self.assigned[loop.site] for loop in loops if loop.site in self.assigned}
         self.maker = {buffer: loop for loop in loops for buffer in loop.writes}
-        loops = self._without_spread(loops)
+        loops = self._without_dense(self._without_spread(loops))
         inside = self._computed_inside(loops)
         self.again, self.kept = self._computed_again(loops, inside), self._kept(loops)
         result: list[Scheduled] = []
@@ -175,6 +175,22 @@ class _Quantized:
             for loop in loops
             if not (gone & loop.writes.keys() or (loop.label == ADDED and gone & {buffer for buffer, _ in loop.reads}))
         ]
+
+    def _without_dense(self, loops: list[Scheduled]) -> list[Scheduled]:
+        """The loops without copies whose padding was in the way of products that are FP8 now: these have none padded.
+
+        What an FP8 product needs is not padded (`torch._inductor.graph.mark_nodes_dislike_padding`, 2.11 and 2.13).
+        """
+        source = {buffer: next(iter(loop.reads))[0] for loop in loops if loop.label == DENSE for buffer in loop.writes}
+        for loop in loops:
+            for name in self.taken.get(id(loop), ()):
+                if name in loop.operands and (buffer := loop.operands[name][0]) in source:
+                    _, part, elements = loop.operands[name]
+                    loop.operands = {**loop.operands, name: (source[buffer], part, elements)}
+                    reads = {at for at in loop.reads if at[0] == buffer}
+                    loop.reads = {(source[at[0]] if at in reads else at[0], at[1]): read for at, read in loop.reads.items()}
+        needed = _readers(loops).keys() | self.step.outputs
+        return [loop for loop in loops if loop.label != DENSE or needed & loop.writes.keys()]
 
     def _added_behind(self, gemm: Scheduled, readers: Mapping[int, list[Scheduled]]) -> Reads:
         """What a product reads of a bias that is added in a kernel of its own: for what is no loop, which cannot add it itself.

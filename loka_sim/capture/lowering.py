@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from loka_sim.capture.joined import computed_where_used
 from loka_sim.capture.operators import (
     ATTENTION,
     BAGS,
@@ -32,6 +33,8 @@ from loka_sim.capture.operators import (
     along_memory,
     distinct,
     how_turned,
+    is_outer,
+    of_two,
     operations,
     operator_name,
     repeated_within,
@@ -40,8 +43,8 @@ from loka_sim.capture.operators import (
     value_of,
 )  # fmt: skip
 from loka_sim.capture.results import Root, View, add, inline
-from loka_sim.capture.views import factors, lying, steps, viewed
-from loka_sim.loops import ACROSS, ADDED, FETCHED, PICKED, PUT, Access, Lowered, Reads, Scheduled
+from loka_sim.capture.views import PADDED_FROM, PADDED_TO_BYTES, factors, lying, steps, viewed
+from loka_sim.loops import ACROSS, ADDED, DENSE, FETCHED, PICKED, PUT, Access, Lowered, Reads, Scheduled
 from perfmodel.attention import FORWARD, VECTOR, label_of
 
 # torch._inductor.config, alike in torch 2.11 and 2.13: realize_reads_threshold, realize_opcount_threshold,
@@ -50,8 +53,6 @@ MOST_READS, MOST_OPERATIONS, MOST_READS_AT_ALL, MOST_JOINED = 4, 30, 8, 8
 # torch._inductor.config.unroll_reductions_threshold: shorter reductions are no loops (`Reduction.create`).
 UNROLLED_BELOW, UNROLLED = 8, set("sum mean amax amin prod any all".split())
 SECTOR_BYTES = 32  # what a GPU fetches at least
-# torch._inductor.config.padding_stride_threshold, and padding_alignment_bytes: longer rows begin at a multiple.
-PADDED_FROM, PADDED_TO_BYTES = 1024, 128
 
 
 class Lowering:
@@ -62,6 +63,8 @@ class Lowering:
         self.graph = graph
         self.result = Lowered()
         self._views: dict[fx.Node, View | list[View]] = {}
+        self._joined: set[int] = set()  # concatenations that are written where they are made
+        self._copies: dict[int, Root] = {}  # without padding, by whose
 
     def run(self) -> Lowered:
         """Walk the graph once."""
@@ -168,9 +171,9 @@ class Lowering:
         name, value = operator_name(node), value_of(node)
         if name in VIEWS:
             self._view(node, name, value)
-        elif name in GEMMS and not self._outer(node, name):
+        elif name in GEMMS and not is_outer(node, name):
             self._library(node, "gemm")
-        elif name in REDUCTIONS and self._input(node) is not None and not self._elementwise(node, value):
+        elif name in REDUCTIONS and self._input(node) is not None and not of_two(node, value):
             if name in UNROLLED and 1 < self._input(node).numel() // max(value.numel(), 1) < UNROLLED_BELOW:
                 self._unrolled(node, name)
             else:
@@ -193,17 +196,6 @@ class Lowering:
     def _input(self, node: fx.Node) -> Any:
         first = node.args[0] if node.args else None
         return value_of(first) if isinstance(first, fx.Node) else None
-
-    @staticmethod
-    def _elementwise(node: fx.Node, value: Any) -> bool:
-        """`max` and `min` of two tensors are no reductions."""
-        return isinstance(value, torch.Tensor) and len(node.args) > 1 and isinstance(node.args[1], fx.Node)
-
-    @staticmethod
-    def _outer(node: fx.Node, name: str) -> bool:
-        """A product over one element: torch.compile multiplies and broadcasts instead."""
-        left = node.args[GEMMS[name][0]]
-        return name == "mm" and isinstance(left, fx.Node) and value_of(left).shape[-1] == 1
 
     def _view(self, node: fx.Node, name: str, value: Any) -> None:
         source = self._views[node.args[0]]  # type: ignore[index]
@@ -304,7 +296,9 @@ class Lowering:
     def _given_back(self, leaf: fx.Node, view: View) -> View:
         """A result of the graph in memory as it was traced: a copy where a product had it laid otherwise."""
         base, chain = viewed(leaf)
-        if view.root.as_traced is not False or value_of(base).is_contiguous():
+        if value_of(base).is_contiguous():
+            return self._dense(base, chain, view)
+        if view.root.as_traced is not False:
             return view
         lies = lying(base, chain)
         same = lies is not None and steps(lies) == steps(value_of(leaf))
@@ -320,12 +314,26 @@ class Lowering:
         base, chain = viewed(operand)
         known, root = value_of(base), view.root
         of_a_part = view.numel != root.numel or known.numel() != root.numel
-        if not chain or base.op == "placeholder" or of_a_part or known.is_contiguous():
+        if not chain or base.op == "placeholder" or of_a_part:
             return view
+        if known.is_contiguous():
+            return self._dense(base, chain, view)
         if root.as_traced or any(access.turned == ACROSS for access in root.reads.values()):
             return view  # what is made in tiles is written as the view lies (InterFormer's steps, torch 2.11)
         root.as_traced = False
         return view if lying(base, chain) is not None else self._copied(base, view)
+
+    def _dense(self, base: fx.Node, chain: list[fx.Node], view: View) -> View:
+        """A result whose views are handed over: copied once where padding between its rows does not allow them."""
+        root = view.root
+        if not chain or base.op == "placeholder" or view.numel != root.numel or lying(base, chain) is not None:
+            return view
+        if id(root) not in self._copies:
+            reads: Reads = {(self._realize(view), DENSE): Access(root.numel * root.itemsize, False)}
+            self._copies[id(root)] = copy = Root(root.numel, root.itemsize, "clone", as_traced=True)
+            copy.buffer = self._buffer(copy.numel * copy.itemsize)
+            self._schedule(DENSE, "pointwise", (copy.numel, 1), reads, [copy.buffer], operators=frozenset({"clone"}))
+        return replace(view, root=self._copies[id(root)])
 
     def _copied(self, base: fx.Node, view: View) -> View:
         """A result that lies as it is counted, written once more as it was traced: by the loop that made it if that runs so."""
@@ -441,9 +449,15 @@ class Lowering:
         return self._realize(View(root, "", root.numel, True))
 
     def _cat(self, node: fx.Node, value: torch.Tensor) -> None:
-        """Few parts: computed where the result is used. Many: every part is copied to its place by a loop of its own."""
-        parts = self._inputs(node)
-        root = self._root(value, "cat")
+        """Few parts: computed where the result is used. Many: every part is copied to its place by a loop of its own.
+
+        Of few that are not computed where they are used what takes long is written before: what is picked one by one.
+        """
+        parts, root = self._inputs(node), self._root(value, "cat")
+        computed = computed_where_used(node, [view for view, _ in parts], self.result.scheduled, self._joined)
+        for view, _ in parts:
+            if not computed and view.root.buffer is None and PICKED in view.root.operators:
+                self._realize(view)
         if len(parts) <= MOST_JOINED:
             root.computed = operations(node, "cat")
             reading = [self._reads(view, turned) for view, turned in parts]
@@ -456,6 +470,8 @@ class Lowering:
             self._views[node] = view = View(root, "", root.numel, True)
             self._used_often(node, view)
             self._gathered_much(view)
+            if not computed:
+                self._joined.add(self._realize(view))
             return
         made = []
         for view, turned in parts:

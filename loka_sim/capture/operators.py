@@ -150,6 +150,17 @@ def along_memory(node: fx.Node, source: torch.Tensor) -> bool:
     return not inner or not outer or min(inner) < min(outer)
 
 
+def of_two(node: fx.Node, value: Any) -> bool:
+    """Whether a node is `max` or `min` of two tensors, which is no reduction."""
+    return isinstance(value, torch.Tensor) and len(node.args) > 1 and isinstance(node.args[1], fx.Node)
+
+
+def is_outer(node: fx.Node, name: str) -> bool:
+    """Whether a node is a product over one element: torch.compile multiplies and broadcasts instead."""
+    left = node.args[GEMMS[name][0]]
+    return name == "mm" and isinstance(left, fx.Node) and bool(value_of(left).shape[-1] == 1)
+
+
 def several_indices(node: fx.Node) -> bool:
     """Whether a node reads, or adds, at several indices at once: element by element, not by rows."""
     return sum(index is not None for index in node.args[1]) > 1  # type: ignore[union-attr, misc]
