@@ -57,6 +57,7 @@ PLACED = {"cat", "slice_scatter"}
 LOOKS_UP, REDUCES = {"embedding", "index", "gather"}, ("row", "column", "both")
 """Operators that read where data says, and kinds of reductions that may: the account has the whole table of what they look up."""
 ADDS_BIAS = laid(BF16, BIASED)
+BF16_BYTES = 2
 STEP = ("model", "batch", "variant")
 COUNTS = ("step_launches", "step_batched")
 BY_SITE = "by_site"
@@ -192,8 +193,10 @@ def _alike(known: pd.DataFrame, row: Any) -> pd.Series:
 
 
 def _add_stage(found: Iterable[dict[str, Any]], row: Any, left: float) -> None:
+    """Add what adds up the parts of a column's sums to their kernel's time: a kernel for each of the sums that it makes."""
     for first in found:
-        room = first["launches"] - first["staged"]
+        sums = max(1, first["written_bytes"] // (BF16_BYTES * max(first["kept"], 1)))
+        room = sums * first["launches"] - first["staged"]
         if first["kind"] == "column" and first["kept"] == row.kept and room > 0 and left > 0:
             number = min(left, room)
             first["us"] += row.us * number / first["launches"]

@@ -60,6 +60,17 @@ def test_the_second_stage_of_a_sum_goes_with_the_first(benchmark):
     assert [(row["kind"], row["us"]) for row in found] == [("column", 5.5)]
 
 
+def test_each_sum_of_a_kernel_has_a_second_stage(benchmark):
+    kernels = [
+        triton("red_norm", {"x": 2048, "r0_": 128}, 524_288, 16_384, 4.0, operators=("aten.sum.dim_IntList",)),
+        triton("per_sum", {"x": 128, "r0_": 16}, 8192, 256, 1.5, 3.0, operators=("aten.sum.dim_IntList",)),
+    ]
+    found = benchmark.paired_fused(
+        benchmark.measured_kernels({"kernels": kernels}), [fused("column", 128, 2048, 524_288, 512, "mul sum")], 1
+    )
+    assert [(row["kind"], row["us"]) for row in found] == [("column", 7.0)]  # the third is another kernel's
+
+
 def profile(*launches):
     names = [name for name, _ in launches]
     kinds = ["copy" if name.startswith("Memset") else "gemm" for name in names]

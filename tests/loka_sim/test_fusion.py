@@ -216,6 +216,54 @@ def test_a_norm_writes_what_is_read_turned_in_its_own_kernel():
     assert not any({"mul", "rsqrt"} <= set(kernel.label.split()) for kernel in found if kernel is not norm)
 
 
+class Tokens(nn.Module):
+    """Two layers over each token, an activation between."""
+
+    def __init__(self, tokens: int, width: int, hidden: int):
+        super().__init__()
+        self.tokens = tokens
+        self.a, self.b = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, 8, bias=False)
+
+    def forward(self, x):
+        return self.b(torch.nn.functional.silu(self.a(x)))
+
+
+@pytest.mark.parametrize(("tokens", "hidden", "copies"), [(26, 80, 1), (26, 64, 0), (12, 80, 0)])
+def test_padded_rows_are_copied_for_products(tokens, hidden, copies):
+    """Rows of 2,080 values begin at multiples of 64, and are no matrix of 26 x B rows of 80: a copy forward, a copy backward.
+
+    Those of 1,664 need no padding, those of 960 get none. As an H200 ran a drawn model's mixer (torch 2.11): its SiLU, its
+    gradient, and a kernel behind each that moves as many bytes as it reads and writes.
+    """
+    y = 2 * B * tokens * hidden
+    assert found(Tokens(tokens, 40, hidden), torch.randn(B, tokens, 40)) == [
+        *[("forward", "pointwise", y, y, 0)] * (1 + copies),
+        ("backward", "pointwise", 2 * y, y, 0),
+        *[("backward", "pointwise", y, y, 0)] * copies,
+    ]
+
+
+class Picked(nn.Module):
+    """Pairs of fields picked by two indices, put together with what is computed, or with what a norm made, and multiplied."""
+
+    def __init__(self, norm: bool):
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(256) if norm else nn.Tanh(), nn.Linear(256 + 120, 8, bias=False)
+        self.register_buffer("pairs", torch.triu_indices(16, 16, 1))
+
+    def forward(self, x):
+        products = torch.bmm(x, x.transpose(1, 2))
+        return self.out(torch.cat((self.norm(x.flatten(1)), products[:, self.pairs[0], self.pairs[1]]), dim=1))
+
+
+@pytest.mark.parametrize(("norm", "apart"), [(True, True), (False, False)])
+def test_what_is_picked_is_written_apart_where_torch_compile_joins_what_a_norm_made(norm, apart):
+    """`lowering.cat` computes none where it is used that reads a reduction's results (drawn models on an H200, torch 2.11)."""
+    labels = [set(kernel.label.split()) for kernel in capture(Picked(norm), (torch.randn(B, 16, 16),)).fused]
+    (picked,) = [label for label in labels if "picked" in label]
+    assert ("cat" not in picked) == apart
+
+
 @pytest.mark.parametrize(("mask", "uneven"), [((64, 1, 1, 24), True), ((1, 1, 1, 24), False), ((64, 1, 24, 24), True)])
 def test_a_mask_that_heads_share_makes_a_softmax_uneven(mask, uneven):
     """Its index is none that runs along with the scores, so that torch.compile takes rows in pieces."""

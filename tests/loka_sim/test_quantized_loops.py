@@ -67,6 +67,19 @@ def test_nothing_assigned_is_bf16(spec):
     assert sorted(kernels(spec, {})) == sorted(bf16)
 
 
+def test_an_fp8_product_reads_no_padding_away():
+    """torch.compile pads nothing that `_scaled_mm` needs: of the copies for bf16 products of 26 x 80 values a sample none is left."""
+    silu = nn.Sequential(nn.Linear(48, 80, bias=False), nn.SiLU(), nn.Linear(80, 16, bias=False))
+    spec = capture(silu, (torch.randn(B, 26, 48),))
+    y = 2 * B * 26 * 80
+    copies = [kernel for kernel in kernels(spec, {}) if kernel[3:] == (y, y)]
+    assert len(copies) == 3  # the activation too
+    found = kernels(spec, assigned(spec, ("output", "grad_input", "grad_weight")))
+    assert not any(kernel[3:] == (y, y) and kernel[0] == "forward" for kernel in found)
+    # The first layer's gradient stays bf16, and what it reads is copied.
+    assert sum(kernel[3:] == (y, y) for kernel in found) == 1
+
+
 def test_an_activation_is_computed_in_the_magnitudes_and_in_the_cast(spec):
     found = kernels(spec, assigned(spec, ("output", "grad_input", "grad_weight")))
     forward = [kernel for kernel in found if kernel[0] == "forward" and kernel[3] >= BYTES // 2]
