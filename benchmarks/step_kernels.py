@@ -57,7 +57,7 @@ PLACED = {"cat", "slice_scatter"}
 LOOKS_UP, REDUCES = {"embedding", "index", "gather"}, ("row", "column", "both")
 """Operators that read where data says, and kinds of reductions that may: the account has the whole table of what they look up."""
 ADDS_BIAS = laid(BF16, BIASED)
-BF16_BYTES = 2
+BF16_BYTES, MORE = 2, 1.5
 STEP = ("model", "batch", "variant")
 COUNTS = ("step_launches", "step_batched")
 BY_SITE = "by_site"
@@ -79,8 +79,9 @@ def measured_kernels(profile: dict[str, Any]) -> pd.DataFrame:
         read, written = row["read_bytes"], row["written_bytes"]
         table = "embedding_dense" in name
         kind = "row" if reduced > 1 else "pointwise"
-        # What puts parts together may be what writes one of them: it is not told from it by its operators.
-        looks_up = bool(operators & (LOOKS_UP - {"index"} if "cat" in operators else LOOKS_UP)) and not table
+        # What reads parts that were put together has their operators, too: it reads no more than it writes.
+        joined = "cat" in operators and "constant_pad_nd" not in operators and read < MORE * written
+        looks_up = bool(operators & (LOOKS_UP - {"index"} if joined else LOOKS_UP)) and not table
         if reduced == 1 and any("index_put" in operator for operator in operators):
             kind = "scatter"
         elif looks_up and reduced == 1:
