@@ -47,9 +47,9 @@ INSTRUCTIONS = {
     "turned_cat": 168,
     # A looked-up row's element added across rows: each finds its row anew (130 to 170 in steps of DeepFM, NFM and a drawn model).
     "gathered_across": 130,
-    # An element looked up by several indices at once, one after another, and one added so in bf16: such kernels of seven and of
-    # twenty-six steps of drawn models, 2.6 us a million elements behind a launch, and 8.8 to 12 where there are a million or more.
-    # Where they are put together with others each element of all finds its indices: 2.1 to 8.2 us a million of all, in twelve steps.
+    # An element looked up by several indices at once, one after another, and one added so in bf16: such kernels of seven and
+    # twenty-six steps of drawn models, 2.6 us a million elements behind a launch, and 8.8 to 12 of a million or more. Where they
+    # are put together with others each element of all finds its indices: 2.1 to 8.2 us a million of all, in twelve steps.
     "picked": 80, "put": 300,
     # A row's and a column's scale found in FP64, and rounded to powers of two: kernels that do nothing else took 3.1 and 4.8 us
     # a million elements (steps of dcnv2-production and of wukong at other widths). A column's alone: half of it.

@@ -68,7 +68,7 @@ def test_nothing_assigned_is_bf16(spec):
 
 
 def test_an_fp8_product_reads_no_padding_away():
-    """torch.compile pads nothing that `_scaled_mm` needs: of the copies for bf16 products of 26 x 80 values a sample none is left."""
+    """torch.compile pads nothing that `_scaled_mm` needs: of the copies for products of 26 x 80 values a sample none is left."""
     silu = nn.Sequential(nn.Linear(48, 80, bias=False), nn.SiLU(), nn.Linear(80, 16, bias=False))
     spec = capture(silu, (torch.randn(B, 26, 48),))
     y = 2 * B * 26 * 80
