@@ -40,7 +40,7 @@ def laid(sizes: Sequence[int], itemsize: int) -> list[int]:
     for size in reversed(sizes[1:]):
         stride = strides[0] * size
         strides.insert(0, -(-stride // multiple) * multiple if stride > PADDED_FROM else stride)
-    return strides[-len(sizes) :]
+    return strides if sizes else []
 
 
 def lying(base: fx.Node, chain: Iterable[fx.Node]) -> torch.Tensor | None:

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._inductor.ir import Layout
 
 from loka_sim.capture import capture
 from loka_sim.capture.lowering import MOST_OPERATIONS, MOST_READS_AT_ALL, Lowering
 from loka_sim.capture.operators import repeated_within
+from loka_sim.capture.views import laid
 from loka_sim.modelspec import Fused, ModelSpec
 from loka_sim.resolve import zoo_with_mods
 from loka_sim.zoo import build, example_inputs
@@ -214,6 +216,17 @@ def test_a_norm_writes_what_is_read_turned_in_its_own_kernel():
     # The sum stays for the backward.
     assert norm.written_bytes.at(B) == 3 * size + statistic
     assert not any({"mul", "rsqrt"} <= set(kernel.label.split()) for kernel in found if kernel is not norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_rows_are_padded_as_torch_compile_pads_them(dtype):
+    """torch 2.13's own function on drawn sizes, most of them with rows of more than 1,024 values."""
+    generator = torch.Generator().manual_seed(0)
+    for dims in (0, 1, 2, 3, 4):
+        for _ in range(40):
+            sizes = torch.randint(2, {4: 40, 3: 150}.get(dims, 5000), (dims,), generator=generator).tolist()
+            strides = torch.empty(sizes, device="meta").stride()
+            assert laid(sizes, dtype.itemsize) == list(Layout._pad_strides(strides, sizes, dtype))
 
 
 class Tokens(nn.Module):
