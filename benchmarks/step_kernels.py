@@ -43,7 +43,7 @@ from loka_sim.whole_step import batched_products, described, launched, log_loss,
 from perfmodel import hardware
 from perfmodel.fused import COLUMNS, baseline_us
 from perfmodel.hardware import DEFAULT
-from perfmodel.in_step import RESCALES, VECTOR, is_counted
+from perfmodel.in_step import RESCALES, TURNED, VECTOR, family, is_counted
 from perfmodel.kernels import BF16, BIASED, K_FASTEST, KERNELS, laid
 
 CLOSE = 0.25  # of the logarithm of the bytes
@@ -159,9 +159,10 @@ def paired_fused(measured: pd.DataFrame, kernels: Sequence[Fused], batch: int) -
 
 
 def _known(kernel: Fused, batch: int) -> dict[str, Any]:
-    operators = set(kernel.label.split())
+    operators, known = set(kernel.label.split()), described(kernel, batch)
+    turned = kernel.kind != "column" and family(kernel.kind, kernel.label, known["kept"], known["unordered_bytes"]) == TURNED
     return {
-        **described(kernel, batch), "left": float(kernel.count), "table": kernel.label == TABLE, "label": kernel.label,
+        **known, "left": float(kernel.count), "table": kernel.label == TABLE, "label": kernel.label, "turned": turned,
         "rescales": any(operator.partition("*")[0] in RESCALES for operator in operators), "slow": bool(operators & SLOW),
         "placed": bool(operators & (LOOKS_UP if kernel.kind in REDUCES else PLACED)) and kernel.kind in ("pointwise", *REDUCES),
     }  # fmt: skip
@@ -190,6 +191,8 @@ def _alike(known: pd.DataFrame, row: Any) -> pd.Series:
     space = known["kept"] * known["reduced"] / (row.kept * row.reduced)
     ordinary = ~known["table"] & ~known["kind"].isin(["fill", "scatter", "gather", "external", "partials", "copy"])
     alike = ordinary & (abs(space - 1) < 0.02) & ((known["reduced"] > 1) == (row.reduced > 1))
+    # A turned copy in 8 bits belongs to rows: kernels of other rows move as many bytes.
+    alike &= ~known["turned"] | (abs(known["kept"] / row.kept - 1) < 0.02)
     return alike.where(known[["rescales", "slow", "placed"]].eq([row.rescales, row.slow, row.placed]).all(axis=1), False)
 
 

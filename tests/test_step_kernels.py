@@ -60,6 +60,20 @@ def test_the_second_stage_of_a_sum_goes_with_the_first(benchmark):
     assert [(row["kind"], row["us"]) for row in found] == [("column", 5.5)]
 
 
+def test_a_turned_copy_is_found_in_kernels_of_its_own_rows_alone(benchmark):
+    cast = ("aten.abs.default", "aten.amax.default", "aten.clamp_min.default", "aten.clamp_max.default")
+    kernels = [triton("red_other", {"x": 64, "r0_": 64}, 8192, 4096, 4.0, operators=cast)]
+    predicted = [
+        Fused(
+            "backward", "row", "abs amax cast clamp_max clamp_min", Dim(kept), Dim(4096 // kept), Dim(8192), Dim(4096), Dim(4096)
+        )
+        for kept in (128, 64)
+    ]
+    measured = benchmark.measured_kernels({"kernels": kernels})
+    assert not benchmark.paired_fused(measured, predicted[:1], 1)
+    assert [row["kept"] for row in benchmark.paired_fused(measured, predicted, 1)] == [64]
+
+
 def test_each_sum_of_a_kernel_has_a_second_stage(benchmark):
     kernels = [
         triton("red_norm", {"x": 2048, "r0_": 128}, 524_288, 16_384, 4.0, operators=("aten.sum.dim_IntList",)),

@@ -70,8 +70,8 @@ def test_a_product_that_lies_otherwise_or_has_a_bias_is_a_kernel_of_its_own(layo
 def test_many_products_are_told_as_few_are():
     """In two threads, each some of every layout."""
     rows = TABLE[TABLE["groups"] == 1].sample(2500, random_state=3)
-    sizes, lie = rows[fit_layouts.SIZES], np.array(layouts.OTHERS)[np.arange(2500) % 3].tolist()
-    many = pd.concat([sizes, sizes]).assign(kernel=[laid("torch/bf16", tuple(layout)) for layout in [*lie, *lie[::-1]]])
+    sizes, lie = rows[fit_layouts.SIZES], [layouts.OTHERS[number % len(layouts.OTHERS)] for number in range(2500)]
+    many = pd.concat([sizes, sizes]).assign(kernel=[laid("torch/bf16", layout) for layout in [*lie, *lie[::-1]]])
     told = perfmodel.load().predict(many).to_numpy()
     for place in (0, 2501, 4999):
         few = perfmodel.load().predict(many.iloc[place : place + 1]).to_numpy()
