@@ -224,14 +224,7 @@ class PerfModel:
         """What changes times and ends of intervals, (calls, 3), of some rows to those of their kernels, which read across."""
         if self.layouts is None:
             return lambda times, rows: times
-        layouts, told = [KERNELS[name].layout for name in names], self.layouts.told
-        if len(names) < _MANY_ROWS:
-            factor, off = told(layouts, *sizes)
-        else:
-            parts = np.array_split(np.arange(len(names)), THREADS)
-            with single_threaded(), ThreadPoolExecutor(THREADS) as pool:
-                found = pool.map(lambda part: told([layouts[row] for row in part], *of_calls(sizes, part)), parts)
-                factor, off = map(np.concatenate, zip(*found, strict=True))
+        factor, off = self.layouts.told([KERNELS[name].layout for name in names], *sizes)
 
         def laid(times: Array, rows: npt.NDArray[np.intp]) -> Array:
             us, low, high = times[rows].T

@@ -67,17 +67,6 @@ def test_a_product_that_lies_otherwise_or_has_a_bias_is_a_kernel_of_its_own(layo
     np.testing.assert_array_equal(model.in_range(across), model.in_range(base))
 
 
-def test_many_products_are_told_as_few_are():
-    """In two threads, each some of every layout."""
-    rows = TABLE[TABLE["groups"] == 1].sample(2500, random_state=3)
-    sizes, lie = rows[fit_layouts.SIZES], [layouts.OTHERS[number % len(layouts.OTHERS)] for number in range(2500)]
-    many = pd.concat([sizes, sizes]).assign(kernel=[laid("torch/bf16", layout) for layout in [*lie, *lie[::-1]]])
-    told = perfmodel.load().predict(many).to_numpy()
-    for place in (0, 2501, 4999):
-        few = perfmodel.load().predict(many.iloc[place : place + 1]).to_numpy()
-        np.testing.assert_allclose(told[place : place + 1], few, rtol=1e-4)
-
-
 def test_asked_together_with_fp8_it_moves_as_with_k_fastest():
     model, size = perfmodel.load(), {"m": 1024, "n": 2048, "k": 8192}
     fp8 = "torch/fp8_tensorwise_split"
