@@ -326,7 +326,7 @@ class Lowering:
     def _dense(self, base: fx.Node, chain: list[fx.Node], view: View) -> View:
         """A result whose views are handed over: copied once where padding between its rows does not allow them."""
         root = view.root
-        if not chain or base.op == "placeholder" or view.numel != root.numel or lying(base, chain) is not None:
+        if view.numel != root.numel or lying(base, chain) is not None:
             return view
         if id(root) not in self._copies:
             reads: Reads = {(self._realize(view), DENSE): Access(root.numel * root.itemsize, False)}
