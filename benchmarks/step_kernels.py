@@ -121,7 +121,8 @@ def predicted_kernels(answer: WhatIf, variant: str) -> tuple[list[Fused], list[R
         runner = EXPORT if variant == "decision" else RECIPE
         for name, operands in taken(site.shape, kernels, operand_makers(site.shape, kernels), runner).items():
             assigned[site.site.name, name] = operands
-    step = step_loops.read(answer.spec.loops, answer.spec.batch)
+    scaled = any(how.after for operands in assigned.values() for how in operands.values())
+    step = step_loops.read(answer.spec.loops, answer.spec.batch, scaled)
     by_name = {site.site.name: (site, kernels) for site, kernels in zip(sites, chosen, strict=True)}
     order = [loop.site for loop in step.scheduled if loop.kind == "gemm" and loop.site[0]]
     for name, (site, _) in by_name.items():

@@ -93,7 +93,8 @@ def converted(
     """
     if not spec.loops:
         return None
-    step = _loops(spec.loops, spec.batch)
+    scaled = runner == RECIPE and any(kernel in RUN_AS for assignment in assignments for kernel in assignment.values())
+    step = _loops(spec.loops, spec.batch, scaled)
     named = {loop.site for loop in step.scheduled}
     assigned: dict[tuple[str, str], dict[str, Taken]] = {}
     sites = []
@@ -124,5 +125,5 @@ def _fused(phase: str, raw: RawGroup, count: int) -> Fused:
 
 
 @lru_cache(maxsize=4)
-def _loops(lines: tuple[str, ...], batch: int) -> Lowered:
-    return step_loops.read(lines, batch)
+def _loops(lines: tuple[str, ...], batch: int, scaled: bool) -> Lowered:
+    return step_loops.read(lines, batch, scaled)

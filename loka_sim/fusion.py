@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from loka_sim.loops import ACROSS, DENSE, FETCHED, Lowered, Scheduled
+from loka_sim.loops import ACROSS, DENSE, FETCHED, OF, Lowered, Scheduled
 from perfmodel.attention import KINDS as ATTENTION
 from perfmodel.memory_plan import stages
 
@@ -345,7 +345,9 @@ def measured(lowered: Lowered, together: list[list[int]]) -> list[RawGroup]:
 
 
 def _counted(operator: str, loops: list[Scheduled]) -> str:
+    """How often an operator is computed: by each loop, but once of what several read."""
     number = sum(operator in loop.operators for loop in loops)
+    number += len({name for loop in loops for name in loop.operators if name.startswith(operator + OF)})
     return operator if number == 1 else f"{operator}*{number}"
 
 
@@ -380,7 +382,7 @@ def _measured(lowered: Lowered, loops: list[Scheduled], number: int, users: dict
         kind = BOTH
     if kind == "pointwise" and any(loop.gathers for loop in loops):
         kind = "gather"
-    said = {loop.label for loop in loops}.union(*(loop.operators for loop in loops)) - UNSAID
+    said = {name.partition(OF)[0] for loop in loops for name in (loop.label, *loop.operators)} - UNSAID
     if counted := said & COUNTED:
         said = (said - COUNTED) | {_counted(operator, loops) for operator in counted}
     if kind == "column" and "embedding" in said:

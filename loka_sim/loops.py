@@ -11,6 +11,8 @@ DENSE = "dense"
 """Labels a copy without the padding between rows, for a product that reads its operand so."""
 PICKED, PUT = "picked", "put"
 """Stand for elements that are looked up one by one, by several indices, and for such that are added so."""
+OF = "@"
+"""In an operator's name before what it is computed of: once for each in a kernel."""
 FETCHED = "~"
 """In a part's name behind what is fetched with it: slices of a tensor with one step lie in the same sectors."""
 
@@ -56,6 +58,7 @@ class Scheduled:
         flat: A reduction to one value, in pieces that are no rows, or a copy of what was written in another order: nothing that
             runs in another order joins it.
         stored_across: It runs in the order of what it reads, and turns what it writes.
+        much: It computes more than is computed anew where its result is used.
         turned_rows: Of a loop that writes a matrix transposed, the matrix' rows; 0 of any other.
         gemm: Groups, m, n and k of a GEMM; None of everything else.
         operands: What a GEMM multiplies: buffer, part, elements; named `x`, `w` or `g` once it is known whose GEMM it is.
@@ -77,13 +80,14 @@ class Scheduled:
     flat: bool = False
     stored_across: bool = False
     turned_rows: int = 0
+    much: bool = False
 
     def copy(self, reads: Reads, writes: dict[int, int] | None = None) -> Scheduled:
         """The same with other reads, and writes if given; `dataclasses.replace` takes several times as long."""
         return Scheduled(
             self.label, self.kind, self.space, reads, self.writes if writes is None else writes, self.gathers, self.uneven,
             self.operators, self.backward, self.gemm, self.operands, self.site, self.flat, self.stored_across,
-            self.turned_rows,
+            self.turned_rows, self.much,
         )  # fmt: skip
 
     @property

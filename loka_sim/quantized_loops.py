@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from loka_sim.loops import ACROSS, ADDED, DENSE, TURNED, Access, Lowered, Reads, Scheduled
+from loka_sim.loops import ACROSS, ADDED, DENSE, OF, TURNED, Access, Lowered, Reads, Scheduled
 from perfmodel.attention import KINDS as ATTENTION
 
 # torch._inductor.config.realize_reads_threshold: what reads more is written for several uses.
@@ -159,7 +159,31 @@ class _Quantized:
                 )  # fmt: skip
             else:
                 result.append(loop.copy(reads))
-        return Lowered(result, self.sizes, self.step.outputs)
+        return Lowered(self._rescaled_inside(result), self.sizes, self.step.outputs)
+
+    def _rescaled_inside(self, loops: list[Scheduled]) -> list[Scheduled]:
+        """The loops with each product scaled where it is read, by each reader anew, if all of them are loops.
+
+        So torch.compile has it: a product and two scales are no more reads, and their 20 to 27 operations no more, than it
+        computes anew for any number of uses.
+        """
+        readers = _readers(loops)
+        inside = {}
+        for loop in loops:
+            (buffer, *_) = loop.writes
+            if loop.operators in RESCALE.values() and buffer in readers and buffer not in self.step.outputs:
+                if not any(reader.kind in CALLED for reader in readers[buffer]):
+                    inside[buffer] = loop
+        if not inside:
+            return loops
+        found = [loop.copy(dict(loop.reads)) for loop in loops if inside.keys().isdisjoint(loop.writes)]
+        for loop in found:
+            for buffer, part in [at for at in loop.reads if at[0] in inside]:
+                ((raw, _),) = inside[buffer].reads
+                loop.reads[raw, part] = loop.reads.pop((buffer, part))
+                (operator,) = inside[buffer].operators
+                loop.operators |= {f"{operator}{OF}{raw}{part}", "mul"}
+        return found
 
     # What is no longer written.
 
@@ -240,7 +264,7 @@ class _Quantized:
         inside: dict[int, Scheduled] = {}
         for loop in loops:
             (buffer, *others) = loop.writes
-            fits = loop.kind == "pointwise" and not loop.gathers and not others and len(loop.reads) <= MOST_READS
+            fits = loop.kind == "pointwise" and not (loop.gathers or loop.much or others) and len(loop.reads) <= MOST_READS
             if not fits or buffer not in wanted or buffer in self.step.outputs:
                 continue
             if all(self._takes(reader, buffer) or reader.kind in ("pointwise", "row", "column") for reader in readers[buffer]):

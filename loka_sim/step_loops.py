@@ -1,5 +1,8 @@
 """A step's loops, forward and backward together: whose GEMM each is, and how a specification's file holds them.
 
+Where products are scaled by their rows and columns where they are read, as torchao's rowwise recipe has it, torch.compile writes
+more of what is computed of them: the backward's loops as they are then are lines of the phase `scaled`, if they are others.
+
 A loop is one line of a file: phase, kind, elements kept, elements reduced and flags; operators; what it reads
 (`buffer/part:bytes:flags`; w: every element its own, t: in another order than it lies, a: across memory), a part that is fetched
 with others as `fetched~part`; what it writes; of a GEMM also its site, pass and operands. Sizes are affine in the batch, as
@@ -8,7 +11,7 @@ dimensions are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from loka_sim.errors import UserError
 from loka_sim.loops import ACROSS, FETCHED, TURNED, Access, Lowered, Reads, Scheduled
@@ -17,13 +20,15 @@ from loka_sim.modelspec import PASSES, Dim, Site, padded
 OPERANDS = {"output": ("x", "w"), "grad_input": ("g", "w"), "grad_weight": ("g", "x")}
 """Left and right operand of each pass."""
 
+SCALED = "scaled"
+"""The phase of loops that are the backward's where products are scaled behind it."""
 COPIES = frozenset({"clone", "constant_pad_nd"})
 
 
-def joined(graphs: dict[str, Lowered]) -> Lowered:
+def joined(graphs: dict[str, Lowered], backward_of: str = "backward") -> Lowered:
     """Forward and backward with one numbering of buffers: what the forward keeps for the backward is one buffer in both."""
-    forward, backward = graphs["forward"], graphs.get("backward", Lowered())
-    step = Lowered(list(forward.scheduled), dict(forward.sizes), set(forward.outputs))
+    forward, backward = graphs["forward"], graphs.get(backward_of, Lowered())
+    step = Lowered([loop.copy(loop.reads) for loop in forward.scheduled], dict(forward.sizes), set(forward.outputs))
     known = {**forward.inputs, **forward.results}
     first = len(step.sizes)
     index = {buffer: first + buffer for buffer in backward.sizes}
@@ -41,7 +46,7 @@ def joined(graphs: dict[str, Lowered]) -> Lowered:
         step.scheduled.append(
             Scheduled(
                 loop.label, loop.kind, loop.space, reads, writes, loop.gathers, loop.uneven, loop.operators, True, loop.gemm,
-                operands,
+                operands, flat=loop.flat, much=loop.much,
             )
         )  # fmt: skip
     return step
@@ -170,7 +175,9 @@ def written(loops: Sequence[Lowered], batches: Sequence[int]) -> tuple[str, ...]
 
     lines = []
     for first, second in zip(one.scheduled, two.scheduled, strict=True):
-        flags = "".join(flag for flag, on in (("g", first.gathers), ("u", first.uneven)) if on)
+        flags = "".join(
+            flag for flag, on in (("g", first.gathers), ("u", first.uneven), ("m", first.much), ("f", first.flat)) if on
+        )
         head = [
             ("forward", "backward")[first.backward],
             first.kind,
@@ -198,14 +205,23 @@ def written(loops: Sequence[Lowered], batches: Sequence[int]) -> tuple[str, ...]
     return (f"forward input 0 0 | | | {' '.join(inputs)}", *lines)
 
 
-def read(lines: Iterable[str], batch: int) -> Lowered:
+def read(lines: Sequence[str], batch: int, scaled: bool = False) -> Lowered:
     """A step's loops at a batch, from a file's lines.
+
+    Args:
+        lines: Of the file.
+        batch: In samples.
+        scaled: The backward's loops are those of products that are scaled where they are read.
 
     Raises:
         UserError: a line is none.
     """
     step = Lowered()
+    scaled = scaled and any(line.startswith(SCALED) for line in lines)
+    left_out = "backward" if scaled else SCALED
     for number, line in enumerate(lines):
+        if line.startswith(left_out):
+            continue
         try:
             _read_line(step, line, batch)
         except (ValueError, KeyError, IndexError) as error:
@@ -235,7 +251,7 @@ def _read_line(step: Lowered, line: str, batch: int) -> None:
     label, *others = operators.split() or [""]
     loop = Scheduled(
         label, kind, (_at(kept, batch), _at(reduced, batch)), found, made, "g" in "".join(flags), "u" in "".join(flags),
-        frozenset({label, *others}), phase == "backward",
+        frozenset({label, *others}), phase != "forward", flat="f" in "".join(flags), much="m" in "".join(flags),
     )  # fmt: skip
     if rest:
         for text in rest[0].split():

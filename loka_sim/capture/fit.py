@@ -11,7 +11,7 @@ from loka_sim.capture.trace import TABLE_ROWS
 from loka_sim.fusion import RawGroup, kernels, measured
 from loka_sim.loops import Lowered, Scheduled
 from loka_sim.modelspec import PASSES, Dim, Fused, Gemm, Site
-from loka_sim.step_loops import find_sites, joined, line, phases, without
+from loka_sim.step_loops import SCALED, find_sites, joined, line, phases, without
 from loka_sim.step_loops import written as lines_of
 from perfmodel.attention import FORWARD, sizes_of
 
@@ -111,11 +111,28 @@ def fit_fused(
             kernel = fused_kernel(phase, batches, one, two)
             if not (kernel.kind in ("fill", "pointwise") and _of_tables(kernel.kept.per_batch, kernel.kept.const)):
                 found[kernel] = found.get(kernel, 0) + 1
-    padded, _ = (find_sites(step, sites, batch) for step, batch in zip(steps, batches, strict=True))
-    alone = {id(loop) for pair in zip(steps[0].scheduled, steps[1].scheduled, strict=True) for loop in pair if _table_loop(*pair)}
-    lines = lines_of([without(step, lambda loop: id(loop) in alone) for step in steps], batches)
+    padded, lines = _lines(batches, steps, sites)
+    if all(SCALED in run for run in runs):
+        lines += _scaled(batches, [joined(run, SCALED) for run in runs], sites, lines)
     run = [_padded(site, padded) for site in sites if not _attended(site, steps[0], batches[0])]
     return [replace(kernel, count=count) for kernel, count in found.items()], lines, run, ""
+
+
+def _lines(
+    batches: Sequence[int], steps: Sequence[Lowered], sites: Sequence[Site]
+) -> tuple[set[tuple[str, str]], tuple[str, ...]]:
+    """Which products have padded sizes, and the loops of a step as lines, those of tables' gradients left out."""
+    padded, _ = (find_sites(step, sites, batch) for step, batch in zip(steps, batches, strict=True))
+    alone = {id(loop) for pair in zip(steps[0].scheduled, steps[1].scheduled, strict=True) for loop in pair if _table_loop(*pair)}
+    return padded, lines_of([without(step, lambda loop: id(loop) in alone) for step in steps], batches)
+
+
+def _scaled(batches: Sequence[int], steps: Sequence[Lowered], sites: Sequence[Site], known: tuple[str, ...]) -> tuple[str, ...]:
+    """The backward's loops as lines where its products are scaled behind them, if they are not those known."""
+    if len({tuple(loop.label for loop in step.scheduled) for step in steps}) > 1:
+        return ()
+    _, lines = _lines(batches, steps, sites)
+    return tuple(line.replace("backward", SCALED, 1) for line in lines if line.startswith("backward") and lines != known)
 
 
 def _attended(site: Site, step: Lowered, batch: int) -> bool:

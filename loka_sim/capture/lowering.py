@@ -42,14 +42,13 @@ from loka_sim.capture.operators import (
     trailing,
     value_of,
 )  # fmt: skip
-from loka_sim.capture.results import Root, View, add, inline
+from loka_sim.capture.results import MOST_READS, MOST_READS_AT_ALL, Root, View, add, inline
 from loka_sim.capture.views import PADDED_FROM, PADDED_TO_BYTES, factors, lying, steps, viewed
 from loka_sim.loops import ACROSS, ADDED, DENSE, FETCHED, PICKED, PUT, Access, Lowered, Reads, Scheduled
 from perfmodel.attention import FORWARD, VECTOR, label_of
 
-# torch._inductor.config, alike in torch 2.11 and 2.13: realize_reads_threshold, realize_opcount_threshold,
-# realize_acc_reads_threshold, and the inputs up to which a concatenation is computed where it is used.
-MOST_READS, MOST_OPERATIONS, MOST_READS_AT_ALL, MOST_JOINED = 4, 30, 8, 8
+FP8_MULTIPLE = 16
+MOST_JOINED = 8  # torch._inductor.config: inputs up to which a concatenation is computed where it is used (2.11 and 2.13)
 # torch._inductor.config.unroll_reductions_threshold: shorter reductions are no loops (`Reduction.create`).
 UNROLLED_BELOW, UNROLLED = 8, set("sum mean amax amin prod any all".split())
 SECTOR_BYTES = 32  # what a GPU fetches at least
@@ -58,9 +57,9 @@ SECTOR_BYTES = 32  # what a GPU fetches at least
 class Lowering:
     """Lowers one graph; `run` does it."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, scaled_at: int = 0) -> None:
         """Start with nothing written."""
-        self.graph = graph
+        self.graph, self.scaled_at = graph, scaled_at
         self.result = Lowered()
         self._views: dict[fx.Node, View | list[View]] = {}
         self._joined: set[int] = set()  # concatenations that are written where they are made
@@ -138,6 +137,7 @@ class Lowering:
             kind = "pointwise" if root.reads or root.label not in FILLS else "fill"
             root.buffer = self._buffer(root.numel * root.itemsize)
             self._schedule(root.label, kind, (root.numel, 1), root.reads, [root.buffer], root.gathers, root.operators)
+            self.result.scheduled[-1].much = root.computes_much
         return root.buffer
 
     def _schedule(
@@ -247,12 +247,12 @@ class Lowering:
 
     def _gathered_much(self, view: View) -> None:
         """Write what even one use would have to compute from too much."""
-        if len(view.root.reads) > MOST_READS_AT_ALL or len(view.root.computed) > MOST_OPERATIONS:
+        if view.root.readings > MOST_READS_AT_ALL or view.root.computes_much:
             self._realize(view)
 
     def _used_often(self, node: fx.Node, view: View) -> None:
         """Write what several uses would each have to compute from many reads, or what is a result and used, too."""
-        much = len(view.root.reads) > MOST_READS or len(view.root.computed) > MOST_OPERATIONS
+        much = view.root.readings > MOST_READS or view.root.computes_much
         if len(node.users) > 1 and (much or any(user.op == "output" for user in node.users)):
             self._realize(view)
 
@@ -358,6 +358,12 @@ class Lowering:
         self._schedule(operator_name(node), kind, (0, 0), reads, made)
         if kind == "gemm":
             self._operands(node, multiplied)
+            self._all(node)[0].root.scaled = self.scaled_at > 0 and self._may_be_fp8(self.result.scheduled[-1])
+
+    def _may_be_fp8(self, product: Scheduled) -> bool:
+        """Whether a product's sizes beside the batch are multiples of what `_scaled_mm` takes."""
+        _, *sizes = product.gemm or ()
+        return all(size % self.scaled_at == 0 or size % FP8_MULTIPLE == 0 for size in sizes)
 
     def _spread(self, node: fx.Node, reads: Reads) -> None:
         """The bias of a product whose rows are padded: copied to each row first, and read from there by the product.
@@ -493,6 +499,12 @@ class Lowering:
         self._schedule("copy_", "pointwise", (value_of(node).numel(), 1), reads, made)
 
 
-def lower(graph: fx.Graph) -> Lowered:
-    """The loops of one graph, forward or backward."""
-    return Lowering(graph).run()
+def lower(graph: fx.Graph, scaled_at: int = 0) -> Lowered:
+    """The loops of one graph, forward or backward.
+
+    Args:
+        graph: It.
+        scaled_at: The batch, if what reads a product that may be FP8 also multiplies it by scales, as torchao's rowwise recipe
+            has it: more is written then, as there is more to compute anew.
+    """
+    return Lowering(graph, scaled_at).run()

@@ -22,6 +22,7 @@ from loka_sim.capture.calls import MOVES, plain
 from loka_sim.capture.lowering import lower
 from loka_sim.capture.operators import ATTENTION, operator_name
 from loka_sim.loops import Lowered
+from loka_sim.step_loops import SCALED
 
 # A table's dense gradient is filled and converted row by row whatever the batch; what that costs is a matter of the tables
 # and of how they are trained. The twin's tables have a number of rows (a prime) that tells such kernels from all others.
@@ -168,6 +169,8 @@ def _traced(
             remove_noop_ops(graph.graph)
             graph.recompile()
             graphs[which] = lower(graph.graph)
+            if which == "backward":
+                graphs[SCALED] = lower(graph.graph, scaled_at=new)
             return make_boxed_func(graph.forward)
 
         return compiler
