@@ -57,6 +57,10 @@ class RawGroup(NamedTuple):
     uneven: bool = False
 
 
+_Data = dict[tuple[int, str, int], tuple[int, tuple[tuple[int, ...], ...]]]
+"""Bytes of what is used, and the shapes in which it is, by buffer, part and order."""
+
+
 @dataclass
 class _Group:
     members: list[Scheduled]
@@ -69,7 +73,7 @@ class _Group:
     added: set[int] = field(default_factory=set)  # of these, those that a scatter adds to
     first: int = 0  # places in the order of all loops
     last: int = 0
-    data: dict[bool, dict[tuple[int, str, int], int]] = field(default_factory=dict)  # as `_data` has it
+    data: dict[bool, _Data] = field(default_factory=dict)  # as `_data` has it
 
 
 def _joined_space(first: _Group, second: _Group) -> tuple[int, int] | None:
@@ -88,24 +92,33 @@ def _joined_space(first: _Group, second: _Group) -> tuple[int, int] | None:
     return first.space if first.space[0] == second.space[0] else None
 
 
-def _shared(one: _Group, other: _Group, turning: bool) -> int:
-    """Bytes that two groups read, or one makes and the other reads, in the same order: of loops that turn, where they may."""
+def _shared(one: _Group, other: _Group, turning: bool, merging: bool = False) -> int:
+    """Bytes that two groups read, or one makes and the other reads, in the same order: of loops that turn, where they may.
+
+    Loops of several shapes read nothing alike unless their dimensions are merged.
+    """
     sizes, others = _data(one, turning), _data(other, turning)
-    return sum([size for key, size in sizes.items() if key in others])
+    return sum([size for key, (size, shapes) in sizes.items() if key in others and (merging or _alike(shapes, others[key][1]))])
 
 
-def _data(group: _Group, turning: bool) -> dict[tuple[int, str, int], int]:
-    """Bytes that a group reads or writes, by buffer, part, and order; found once as long as it is what it is."""
+def _data(group: _Group, turning: bool) -> _Data:
+    """What a group reads or writes, by buffer, part, and order; found once as long as it is what it is."""
     if turning in group.data:
         return group.data[turning]
-    found = group.data[turning] = dict[tuple[int, str, int], int]()
+    found = group.data[turning] = _Data()
     for loop in group.members:
         straight = loop.stored_across or (turning and loop.turns)
-        for (buffer, part), access in loop.reads.items():
-            found[buffer, part, 0 if straight else access.turned] = access.read_bytes
-        for buffer, size in loop.writes.items():
-            found[buffer, "", 0] = size
+        keys = {(buffer, part, 0 if straight else read.turned): read.read_bytes for (buffer, part), read in loop.reads.items()}
+        for key, size in (keys | {(buffer, "", 0): size for buffer, size in loop.writes.items()}).items():
+            _, shapes = found.get(key, (0, ()))
+            found[key] = size, shapes if loop.shape in shapes else (*shapes, loop.shape)
     return found
+
+
+@lru_cache(maxsize=4096)
+def _alike(some: tuple[tuple[int, ...], ...], others: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether a loop of some shape reads a buffer as one of another: in the same shape, or in one with more behind it."""
+    return any(all(a == b for a, b in zip(one, other, strict=False)) for one in some for other in others)
 
 
 def _distance(one: _Group, other: _Group) -> int:
@@ -242,7 +255,7 @@ class _Fusion:
         reduces = [group.kind in REDUCTIONS for group in (one, other)]
         both_ways = {one.kind, other.kind} == {"row", "column"}
         shared = math.prod(one.space) if both_ways else _shared(one, other, turning)
-        return reduces[0] == reduces[1], shared, -_distance(one, other)
+        return reduces[0] == reduces[1] and shared > 0, shared, -_distance(one, other)
 
     def _space(self, first: int, second: int, turning: bool) -> tuple[int, int] | None:
         """The iteration space of two groups as one kernel; None where they are not made one."""
@@ -254,7 +267,7 @@ class _Fusion:
             return None
         if {one.kind, other.kind} != {"row", "column"}:
             waits = bool((one.before & other.bits) | (other.before & one.bits))
-            if _shared(one, other, turning) < (1 if waits else LEAST_SHARED):
+            if _shared(one, other, turning, merging=turning) < (1 if waits else LEAST_SHARED):
                 return None
             if not waits and _distance(one, other) > FURTHEST:
                 return None

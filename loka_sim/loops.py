@@ -58,6 +58,8 @@ class Scheduled:
         flat: A reduction to one value, in pieces that are no rows, or a copy of what was written in another order: nothing that
             runs in another order joins it.
         stored_across: It runs in the order of what it reads, and turns what it writes.
+        shape: Sizes of the tensor that it runs over, but those of 1, the outermost first; empty where it may have any. Until
+            torch.compile has fused loops it merges none, and such over the same elements in other shapes read nothing alike.
         much: It computes more than is computed anew where its result is used.
         turned_rows: Of a loop that writes a matrix transposed, the matrix' rows; 0 of any other.
         gemm: Groups, m, n and k of a GEMM; None of everything else.
@@ -81,13 +83,14 @@ class Scheduled:
     stored_across: bool = False
     turned_rows: int = 0
     much: bool = False
+    shape: tuple[int, ...] = ()
 
     def copy(self, reads: Reads, writes: dict[int, int] | None = None) -> Scheduled:
         """The same with other reads, and writes if given; `dataclasses.replace` takes several times as long."""
         return Scheduled(
             self.label, self.kind, self.space, reads, self.writes if writes is None else writes, self.gathers, self.uneven,
             self.operators, self.backward, self.gemm, self.operands, self.site, self.flat, self.stored_across,
-            self.turned_rows, self.much,
+            self.turned_rows, self.much, self.shape,
         )  # fmt: skip
 
     @property

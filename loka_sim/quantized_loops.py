@@ -31,6 +31,8 @@ MAGNITUDES, CAST = frozenset({"abs", "amax"}), frozenset({"mul", "clamp_min", "c
 # Where each of several tensors that are put together, some of them turned, has an element: found anew for every one. Pieces of
 # as few elements as a block of threads takes at least are read as fast as others (InterFormer at other widths).
 PLACES = frozenset({"turned_cat"})
+# The largest of many rows' or pieces' magnitudes is found by one block of threads: slower where they do not fill its last turn.
+ONE_BLOCK, ONE_BLOCK_MASKED, LOADED = frozenset({"one_block"}), frozenset({"one_block_masked"}), 2048
 CALLED = ("gemm", "external", "copy", *ATTENTION)
 """Kinds of what reads its tensors from memory as they are."""
 BIAS = frozenset({"add"})
@@ -318,12 +320,16 @@ class _Quantized:
             return
         maker = inside.get(buffer) or (self.again.get(buffer) if backward else None)
         whole = Access(2 * elements, True)
+        # The forward quantizes its input as it is; all else torchao reshapes to matrices before.
+        shape = () if not gemm.backward and operand == gemm.operands.get("x") else (how.rows, how.columns)
         reads = {(buffer, part): whole} if maker is None else self._part(maker, buffer, part, whole)
         operators = frozenset() if maker is None else maker.operators
         # One scale serves both readings, and the backward those of the forward.
         scale = (buffer, part, how.scaling, how.across)
         if scale not in made:
             for loop in self._magnitudes(reads, operators, elements, how, backward):
+                if loop.kind == "row" and loop.space == (how.rows, how.columns):
+                    loop.shape = shape
                 yield loop
                 (made[scale],) = loop.writes
         turned = {at: self._turned(read) if how.turned and read.whole else read for at, read in reads.items()}
@@ -331,9 +337,10 @@ class _Quantized:
         along = how.scaling != "tensorwise" and not how.across  # a scale for what lies side by side: there when its turn comes
         sources = {**turned, (made[scale], ""): Access(self.sizes[made[scale]], along)}
         operators |= CAST | (BY_COLUMNS[how.scales] if how.across else frozenset())
+        across = how.turned and operand == list(gemm.operands.values())[1]
         yield Scheduled(
             "cast", "pointwise", (elements, 1), sources, {made[key]: elements}, operators=operators, backward=backward,
-            stored_across=how.turned and operand == list(gemm.operands.values())[1], turned_rows=how.rows if how.turned else 0,
+            stored_across=across, turned_rows=how.rows if how.turned else 0, shape=shape if across or not how.turned else (),
         )  # fmt: skip
 
     @staticmethod
@@ -371,9 +378,12 @@ class _Quantized:
             if kept > 1:
                 (partial,) = first.writes
                 last = {self._buffer(4): 4}
+                alone = (
+                    frozenset[str]() if kept <= THREADS * LEAST_EACH else ONE_BLOCK if kept % LOADED == 0 else ONE_BLOCK_MASKED
+                )
                 yield Scheduled(
                     "amax", "row", (1, kept), {(partial, ""): Access(4 * kept, True)}, last,
-                    operators=MAGNITUDES | CAST, backward=backward,
+                    operators=MAGNITUDES | CAST | alone, backward=backward,
                 )  # fmt: skip
 
     def _rows_before(self, reads: Reads, elements: int) -> int | None:

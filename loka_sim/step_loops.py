@@ -3,7 +3,7 @@
 Where products are scaled by their rows and columns where they are read, as torchao's rowwise recipe has it, torch.compile writes
 more of what is computed of them: the backward's loops as they are then are lines of the phase `scaled`, if they are others.
 
-A loop is one line of a file: phase, kind, elements kept, elements reduced and flags; operators; what it reads
+A loop is one line of a file: phase, kind, elements kept, elements reduced, flags and shape; operators; what it reads
 (`buffer/part:bytes:flags`; w: every element its own, t: in another order than it lies, a: across memory), a part that is fetched
 with others as `fetched~part`; what it writes; of a GEMM also its site, pass and operands. Sizes are affine in the batch, as
 dimensions are.
@@ -46,7 +46,7 @@ def joined(graphs: dict[str, Lowered], backward_of: str = "backward") -> Lowered
         step.scheduled.append(
             Scheduled(
                 loop.label, loop.kind, loop.space, reads, writes, loop.gathers, loop.uneven, loop.operators, True, loop.gemm,
-                operands, flat=loop.flat, much=loop.much,
+                operands, flat=loop.flat, much=loop.much, shape=loop.shape,
             )
         )  # fmt: skip
     return step
@@ -183,6 +183,7 @@ def written(loops: Sequence[Lowered], batches: Sequence[int]) -> tuple[str, ...]
             first.kind,
             *(dim(*pair) for pair in zip(first.space, second.space, strict=True)),
         ]
+        sizes = ",".join(dim(*pair) for pair in zip(first.shape, second.shape, strict=True))
         reads = [
             f"{key(*at)}:{dim(a.read_bytes, b.read_bytes)}:{'w' * a.whole}{('', 't', 'a')[a.turned]}"
             for (at, a), b in zip(first.reads.items(), second.reads.values(), strict=True)
@@ -192,7 +193,7 @@ def written(loops: Sequence[Lowered], batches: Sequence[int]) -> tuple[str, ...]
             for (buffer, a), b in zip(first.writes.items(), second.writes.values(), strict=True)
         ]
         operators = [first.label, *sorted(first.operators - {first.label})]
-        fields = [" ".join([*head, *([flags] if flags else [])]), " ".join(operators), " ".join(reads)]
+        fields = [" ".join([*head, *filter(None, (flags, sizes and f"[{sizes}]"))]), " ".join(operators), " ".join(reads)]
         fields.append(" ".join(writes))
         if first.site[0]:
             named = zip(first.operands.items(), second.operands.values(), strict=True)
@@ -249,9 +250,11 @@ def _read_line(step: Lowered, line: str, batch: int) -> None:
     if kind == "input":
         return
     label, *others = operators.split() or [""]
+    shape = tuple(_at(size, batch) for word in flags if word[0] == "[" for size in word[1:-1].split(","))
+    flags = [word for word in flags if word[0] != "["]
     loop = Scheduled(
         label, kind, (_at(kept, batch), _at(reduced, batch)), found, made, "g" in "".join(flags), "u" in "".join(flags),
-        frozenset({label, *others}), phase != "forward", flat="f" in "".join(flags), much="m" in "".join(flags),
+        frozenset({label, *others}), phase != "forward", flat="f" in "".join(flags), much="m" in "".join(flags), shape=shape,
     )  # fmt: skip
     if rest:
         for text in rest[0].split():

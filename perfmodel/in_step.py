@@ -35,7 +35,7 @@ FUSED = (
 )  # fmt: skip
 """Families of fused kernels that have a curve."""
 RESCALES = {"rescale", "rescale_rounded"}
-COMPUTES = {*RESCALES, "random", "turned_cat", "picked", "put"}
+COMPUTES = {*RESCALES, "random", "turned_cat", "picked", "put", "one_block", "one_block_masked"}
 """Operators that take a kernel longer to compute than its bytes to move: where these lie is no matter, and it has no curve."""
 TURNED = "quantize_turned"
 WITHOUT_CURVE = (TURNED, "partials")

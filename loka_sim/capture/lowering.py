@@ -37,8 +37,10 @@ from loka_sim.capture.operators import (
     of_two,
     operations,
     operator_name,
+    reduced_dims,
     repeated_within,
     several_indices,
+    shape_of,
     trailing,
     value_of,
 )  # fmt: skip
@@ -99,7 +101,7 @@ class Lowering:
 
     @staticmethod
     def _root(value: Any, label: str) -> Root:
-        return Root(distinct(value), value.element_size(), label)
+        return Root(distinct(value), value.element_size(), label, shape=shape_of(value))
 
     def _all(self, node: fx.Node) -> list[View]:
         found = self._views.get(node, [])
@@ -137,7 +139,7 @@ class Lowering:
             kind = "pointwise" if root.reads or root.label not in FILLS else "fill"
             root.buffer = self._buffer(root.numel * root.itemsize)
             self._schedule(root.label, kind, (root.numel, 1), root.reads, [root.buffer], root.gathers, root.operators)
-            self.result.scheduled[-1].much = root.computes_much
+            self.result.scheduled[-1].much, self.result.scheduled[-1].shape = root.computes_much, root.shape
         return root.buffer
 
     def _schedule(
@@ -282,6 +284,7 @@ class Lowering:
         kept = max((value[0] if isinstance(value, tuple | list) else value).numel(), 1)
         kind = "row" if along_memory(node, source) else "column"
         self._schedule(name, kind, (kept, max(source.numel() // kept, 1)), reads, made, inside.gathers, inside.operators)
+        self.result.scheduled[-1].shape = shape_of(source, reduced_dims(node, source)) if kind == "row" else ()
         self.result.scheduled[-1].uneven = any(not read.whole or read.turned == ACROSS for read in reads.values())
 
     def _written_first(self, views: Iterable[View]) -> Reads:
@@ -362,8 +365,8 @@ class Lowering:
 
     def _may_be_fp8(self, product: Scheduled) -> bool:
         """Whether a product's sizes beside the batch are multiples of what `_scaled_mm` takes."""
-        _, *sizes = product.gemm or ()
-        return all(size % self.scaled_at == 0 or size % FP8_MULTIPLE == 0 for size in sizes)
+        assert product.gemm is not None
+        return all(size % self.scaled_at == 0 or size % FP8_MULTIPLE == 0 for size in product.gemm[1:])
 
     def _spread(self, node: fx.Node, reads: Reads) -> None:
         """The bias of a product whose rows are padded: copied to each row first, and read from there by the product.

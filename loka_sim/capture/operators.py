@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from typing import Any, TypeAlias
 
 import torch
@@ -114,6 +115,13 @@ def how_turned(read: Any, loop: torch.Tensor) -> int:
     return 0 if own == order else ACROSS if own[-1] != order[-1] else TURNED
 
 
+def shape_of(value: torch.Tensor, inner: Container[int] = ()) -> tuple[int, ...]:
+    """Sizes of a loop over a tensor as it lies, those of 1 left out; the dimensions `inner` are the last."""
+    steps = value.stride()
+    order = sorted(range(value.dim()), key=lambda dim: (dim in inner, -steps[dim]))
+    return tuple(value.shape[dim] for dim in order if value.shape[dim] > 1)
+
+
 def repeated_within(read: Any, loop: torch.Tensor) -> bool:
     """Whether a loop reads a tensor again along a dimension between two of the tensor's own, as one mask for every head."""
     if not isinstance(read, torch.Tensor) or read.dim() > loop.dim():
@@ -138,11 +146,18 @@ def trailing(value: torch.Tensor) -> bool:
     return True
 
 
+def reduced_dims(node: fx.Node, source: torch.Tensor) -> set[int]:
+    """The dimensions that a reduction removes."""
+    dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    if dims in (None, []):
+        return set(range(source.dim()))
+    return {dim % max(source.dim(), 1) for dim in ([dims] if isinstance(dims, int) else dims)}
+
+
 def along_memory(node: fx.Node, source: torch.Tensor) -> bool:
     """Whether the dimensions that a reduction removes are the ones that lie closest in memory."""
-    dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    reduced = {dim % source.dim() for dim in ([dims] if isinstance(dims, int) else dims)} if dims not in (None, []) else None
-    if reduced is None or not source.dim():
+    reduced = reduced_dims(node, source)
+    if len(reduced) == source.dim():
         return True
     steps = {dim: source.stride(dim) for dim in range(source.dim()) if source.shape[dim] > 1}
     inner = [step for dim, step in steps.items() if dim in reduced]

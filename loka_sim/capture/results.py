@@ -23,6 +23,7 @@ class Root:
     Attributes:
         scalings: Products, and which part of each, that it multiplies by their scales.
         scaled: A product that is multiplied by its row's and its column's scales where it is read.
+        shape: See `Scheduled.shape`.
         as_traced: Its sizes follow one another in memory as where they were traced, or (False) as they are counted; None as long
             as the compiler is free to lay them.
     """
@@ -37,6 +38,7 @@ class Root:
     gathers: bool = False
     buffer: int | None = None
     scaled: bool = False
+    shape: tuple[int, ...] = ()
     as_traced: bool | None = None
 
     @property
