@@ -395,7 +395,8 @@ def _measured(lowered: Lowered, loops: list[Scheduled], number: int, users: dict
         kind = BOTH
     if kind == "pointwise" and any(loop.gathers for loop in loops):
         kind = "gather"
-    said = {name.partition(OF)[0] for loop in loops for name in (loop.label, *loop.operators)} - UNSAID
+    said = {loop.label for loop in loops}.union(*(loop.operators for loop in loops)) - UNSAID
+    said = {name.partition(OF)[0] if OF in name else name for name in said}
     if counted := said & COUNTED:
         said = (said - COUNTED) | {_counted(operator, loops) for operator in counted}
     if kind == "column" and "embedding" in said:

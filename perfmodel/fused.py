@@ -51,8 +51,8 @@ INSTRUCTIONS = {
     # twenty-six steps of drawn models, 2.6 us a million elements behind a launch, and 8.8 to 12 of a million or more. Where they
     # are put together with others each element of all finds its indices: 2.1 to 8.2 us a million of all, in twelve steps.
     "picked": 80, "put": 300,
-    # Magnitudes that one block of threads reduces: 65,536 to 786,432 in steps took 33 to 56 us a million, and 92 to 190 where they
-    # are no multiple of 2,048.
+    # Magnitudes that one block of threads reduces: 65,536 to 786,432 of them took 33 to 56 us a million in steps, and 92 to 190
+    # where they are no multiple of 2,048.
     "one_block": 1650, "one_block_masked": 5000,
     # A row's and a column's scale found in FP64, and rounded to powers of two: kernels that do nothing else took 3.1 and 4.8 us
     # a million elements (steps of dcnv2-production and of wukong at other widths). A column's alone: half of it.

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from perfmodel.attention import MOST_FEATURES, VECTOR
+from loka_sim.capture.operators import value_of
+from perfmodel.attention import FORWARD, MOST_FEATURES, VECTOR, label_of
 
 FUSED = torch.ops.aten._scaled_dot_product_flash_attention.default
 
@@ -63,3 +65,17 @@ def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     features = query.shape[-1]
     alike = key.shape == value.shape and query.shape[:2] == key.shape[:2] and key.shape[-1] == features
     return alike and features <= MOST_FEATURES
+
+
+def attention_loop(node: fx.Node, kind: str) -> tuple[str, tuple[int, int]]:
+    """The label of an attention kernel, which says its sizes, and its iteration space: queries, and what each looks at."""
+    # Forward: query, key, value, dropout, causal; backward the gradient stands first, causal at 11. Defaults are left out.
+    first, causal_at = (0, 4) if kind == FORWARD else (1, 11)
+    query, key = (value_of(node.args[place]) for place in (first, first + 1))  # type: ignore[arg-type]
+    causal = len(node.args) > causal_at and bool(node.args[causal_at])
+    samples, heads, queries, features = query.shape
+    keys = key.shape[2]
+    scale = node.kwargs.get("scale")  # of fewer features than there are: the others are zeros
+    padded = isinstance(scale, float) and features - VECTOR < round(scale**-2) < features
+    seen = (keys + 1) // 2 if causal else keys
+    return label_of(queries, keys, features, causal, padded), (samples * heads * queries, seen * features)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from loka_sim.capture.attention import attention_loop
 from loka_sim.capture.joined import computed_where_used
 from loka_sim.capture.operators import (
     ATTENTION,
@@ -47,7 +48,6 @@ from loka_sim.capture.operators import (
 from loka_sim.capture.results import MOST_READS, MOST_READS_AT_ALL, Root, View, add, inline
 from loka_sim.capture.views import PADDED_FROM, PADDED_TO_BYTES, factors, lying, steps, viewed
 from loka_sim.loops import ACROSS, ADDED, DENSE, FETCHED, PICKED, PUT, Access, Lowered, Reads, Scheduled
-from perfmodel.attention import FORWARD, VECTOR, label_of
 
 FP8_MULTIPLE = 16
 MOST_JOINED = 8  # torch._inductor.config: inputs up to which a concatenation is computed where it is used (2.11 and 2.13)
@@ -416,17 +416,8 @@ class Lowering:
     def _attention(self, node: fx.Node, kind: str) -> None:
         """Queries, keys and values, and backward the result, its sums and its gradient; the kernel's name says its sizes."""
         reads = self._written_first(view for view, _ in self._inputs(node))
-        # Forward: query, key, value, dropout, causal; backward the gradient stands first, causal at 11. Defaults are left out.
-        first, causal_at = (0, 4) if kind == FORWARD else (1, 11)
-        query, key = (value_of(node.args[place]) for place in (first, first + 1))  # type: ignore[arg-type]
-        causal = len(node.args) > causal_at and bool(node.args[causal_at])
-        samples, heads, queries, features = query.shape
-        keys = key.shape[2]
-        scale = node.kwargs.get("scale")  # of fewer features than there are: the others are zeros
-        padded = isinstance(scale, float) and features - VECTOR < round(scale**-2) < features
-        label = label_of(queries, keys, features, causal, padded)
-        seen = (keys + 1) // 2 if causal else keys
-        self._schedule(label, kind, (samples * heads * queries, seen * features), reads, self._made(node))
+        label, space = attention_loop(node, kind)
+        self._schedule(label, kind, space, reads, self._made(node))
 
     def _scatter(self, node: fx.Node, name: str) -> None:
         """A destination that is written first, then added to at indices."""
