@@ -35,6 +35,7 @@ from loka_sim.capture.operators import (
     distinct,
     how_turned,
     is_outer,
+    may_be_fp8,
     of_two,
     operations,
     operator_name,
@@ -49,7 +50,6 @@ from loka_sim.capture.results import MOST_READS, MOST_READS_AT_ALL, Root, View, 
 from loka_sim.capture.views import PADDED_FROM, PADDED_TO_BYTES, factors, lying, steps, viewed
 from loka_sim.loops import ACROSS, ADDED, DENSE, FETCHED, PICKED, PUT, Access, Lowered, Reads, Scheduled
 
-FP8_MULTIPLE = 16
 MOST_JOINED = 8  # torch._inductor.config: inputs up to which a concatenation is computed where it is used (2.11 and 2.13)
 # torch._inductor.config.unroll_reductions_threshold: shorter reductions are no loops (`Reduction.create`).
 UNROLLED_BELOW, UNROLLED = 8, set("sum mean amax amin prod any all".split())
@@ -361,12 +361,7 @@ class Lowering:
         self._schedule(operator_name(node), kind, (0, 0), reads, made)
         if kind == "gemm":
             self._operands(node, multiplied)
-            self._all(node)[0].root.scaled = self.scaled_at > 0 and self._may_be_fp8(self.result.scheduled[-1])
-
-    def _may_be_fp8(self, product: Scheduled) -> bool:
-        """Whether a product's sizes beside the batch are multiples of what `_scaled_mm` takes."""
-        assert product.gemm is not None
-        return all(size % self.scaled_at == 0 or size % FP8_MULTIPLE == 0 for size in product.gemm[1:])
+            self._all(node)[0].root.scaled = self.scaled_at > 0 and may_be_fp8(self.result.scheduled[-1], self.scaled_at)
 
     def _spread(self, node: fx.Node, reads: Reads) -> None:
         """The bias of a product whose rows are padded: copied to each row first, and read from there by the product.

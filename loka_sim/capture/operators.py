@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from loka_sim.loops import ACROSS, TURNED
+from loka_sim.loops import ACROSS, TURNED, Scheduled
 from perfmodel.attention import BACKWARD, FORWARD
 
 WHOLE_VIEWS = set("view reshape _unsafe_view unsqueeze squeeze alias detach lift_fresh squeeze_dims permute transpose t".split())
@@ -72,6 +72,7 @@ def operator_name(node: fx.Node) -> str:
     return name
 
 
+FP8_MULTIPLE = 16
 CONSTANT = "constant"
 Computed: TypeAlias = "tuple[str, Any]"
 """One operation of an element, as torch.compile tells them apart: of which part, or `CONSTANT` everywhere, and what."""
@@ -179,3 +180,9 @@ def is_outer(node: fx.Node, name: str) -> bool:
 def several_indices(node: fx.Node) -> bool:
     """Whether a node reads, or adds, at several indices at once: element by element, not by rows."""
     return sum(index is not None for index in node.args[1]) > 1  # type: ignore[union-attr, misc]
+
+
+def may_be_fp8(product: Scheduled, batch: int) -> bool:
+    """Whether a product's sizes beside the batch are multiples of what `torch._scaled_mm` takes."""
+    assert product.gemm is not None
+    return all(size % batch == 0 or size % FP8_MULTIPLE == 0 for size in product.gemm[1:])

@@ -14,8 +14,9 @@ from torch import nn
 from torch._inductor.ir import Layout
 
 from loka_sim.capture import capture
-from loka_sim.capture.lowering import MOST_OPERATIONS, MOST_READS_AT_ALL, Lowering
+from loka_sim.capture.lowering import Lowering
 from loka_sim.capture.operators import repeated_within
+from loka_sim.capture.results import MOST_OPERATIONS, MOST_READS_AT_ALL
 from loka_sim.capture.views import laid
 from loka_sim.modelspec import Fused, ModelSpec
 from loka_sim.resolve import zoo_with_mods
