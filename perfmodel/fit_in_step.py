@@ -85,9 +85,7 @@ def _fused(table: pd.DataFrame) -> pd.DataFrame:
 def with_steps(rows: pd.DataFrame, table: pd.DataFrame, factor: Array, alone: Array) -> pd.DataFrame:
     """Rows to fit trees to, and fused kernels of steps as they would take alone, by the curves of their families."""
     us, families = table["us"].to_numpy(dtype=float) / factor, families_of(table)
-    # Of those that multiply scales, only what does little else is told from others by its bytes.
-    alone_in_it = (table["kind"] == "pointwise") | table["label"].str.contains("one_block")
-    known = np.isin(families, (*FUSED, *WITHOUT_CURVE)) | ((families == "rescale") & alone_in_it.to_numpy())
+    known = np.isin(families, (*FUSED, *WITHOUT_CURVE, "rescale"))
     # What takes that much longer is hardly the kernel that was predicted, but one of as many bytes that computes more.
     fields = ((table["kind"] == "column") & (table["reduced"] <= FIELDS)).to_numpy()  # of which none was timed alone
     mine = known & ((us < MOST_LONGER * alone) | fields)
