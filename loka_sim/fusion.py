@@ -180,8 +180,16 @@ def _fits(row: _Group, other: _Group) -> bool:
 
 
 def _in_rows(row: _Group, other: _Group) -> bool:
-    """Whether matrices that loops write transposed have a reduction's rows: in tiles of other rows it does not run."""
-    return all(loop.turned_rows in (0, row.space[0]) for loop in other.members)
+    """Whether what loops run over in tiles has a reduction's rows: in tiles of other rows it does not run.
+
+    So run matrices that are written transposed, and rows that are added to others (`config.triton.tiling_prevents_reduction_fusion`).
+    """
+    return all(_rows_of_tiles(loop) in (0, row.space[0]) for loop in other.members)
+
+
+def _rows_of_tiles(loop: Scheduled) -> int:
+    """Rows that a loop runs over in tiles; 0 of one that does not."""
+    return math.prod(loop.shape[:-1]) if loop.kind == "scatter" and loop.shape else loop.turned_rows
 
 
 def _both_ways(first: _Group, second: _Group) -> tuple[int, int] | None:

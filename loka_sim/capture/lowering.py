@@ -419,12 +419,12 @@ class Lowering:
         target, *others = node.all_input_nodes
         value = value_of(node)
         reads: Reads = {}
-        numel = 1
         for source in others:
             for view in self._all(source):
                 for key, access in self._reads(view).items():
                     add(reads, key, access)
-                numel = max(numel, value_of(source).numel())
+        shape = max((shape_of(value_of(source)) for source in others), key=math.prod)
+        numel = math.prod(shape)
         root = self._root(value, name)
         destination = self._destination(self._all(target)[0])
         root.buffer = self._buffer(root.numel * root.itemsize)
@@ -432,7 +432,9 @@ class Lowering:
         add(reads, (destination, ""), Access(added, False))
         operators = {PUT} if name == "index_put" and several_indices(node) else set()
         self.result.scheduled.append(
-            Scheduled(name, "scatter", (numel, 1), reads, {root.buffer: added}, operators=frozenset({name, *operators}))
+            Scheduled(
+                name, "scatter", (numel, 1), reads, {root.buffer: added}, operators=frozenset({name, *operators}), shape=shape
+            )
         )
         self._views[node] = View(root, "", root.numel, True)
 
