@@ -182,7 +182,8 @@ def _fits(row: _Group, other: _Group) -> bool:
 def _in_rows(row: _Group, other: _Group) -> bool:
     """Whether what loops run over in tiles has a reduction's rows: in tiles of other rows it does not run.
 
-    So run matrices that are written transposed, and rows that are added to others (`config.triton.tiling_prevents_reduction_fusion`).
+    So run matrices that are written transposed, and rows that are added to others (torch._inductor.config:
+    triton.tiling_prevents_reduction_fusion).
     """
     return all(_rows_of_tiles(loop) in (0, row.space[0]) for loop in other.members)
 

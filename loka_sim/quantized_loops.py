@@ -337,7 +337,8 @@ class _Quantized:
         along = how.scaling != "tensorwise" and not how.across  # a scale for what lies side by side: there when its turn comes
         sources = {**turned, (made[scale], ""): Access(self.sizes[made[scale]], along)}
         operators |= CAST | (BY_COLUMNS[how.scales] if how.across else frozenset())
-        across = how.turned and operand == list(gemm.operands.values())[1]
+        # What the forward keeps so it turns behind all else, too far from what reads it as it lies.
+        across = how.turned and backward and operand == list(gemm.operands.values())[1]
         yield Scheduled(
             "cast", "pointwise", (elements, 1), sources, {made[key]: elements}, operators=operators, backward=backward,
             stored_across=across, turned_rows=how.rows if how.turned else 0, shape=shape if across or not how.turned else (),

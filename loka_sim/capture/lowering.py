@@ -46,7 +46,7 @@ from loka_sim.capture.operators import (
     trailing,
     value_of,
 )  # fmt: skip
-from loka_sim.capture.results import MOST_READS, MOST_READS_AT_ALL, Root, View, add, inline
+from loka_sim.capture.results import BIAS, MOST_READS, MOST_READS_AT_ALL, SCALING, Root, View, add, inline
 from loka_sim.capture.views import PADDED_FROM, PADDED_TO_BYTES, factors, lying, steps, viewed
 from loka_sim.loops import ACROSS, ADDED, DENSE, FETCHED, PICKED, PUT, Access, Lowered, Reads, Scheduled
 
@@ -77,6 +77,7 @@ class Lowering:
                     root.buffer = self._buffer(distinct(value) * value.element_size())
                     self._views[node] = View(root, "", value.numel(), True)
                     self.result.inputs[node.name] = root.buffer
+                    root.behind = BIAS if self.scaled_at and node.name.startswith("addmm") else None
             elif node.op == "call_function":
                 self._call(node)
                 if any(user.op == "output" for user in node.users):  # lies as it was traced, where it is free to
@@ -361,7 +362,8 @@ class Lowering:
         self._schedule(operator_name(node), kind, (0, 0), reads, made)
         if kind == "gemm":
             self._operands(node, multiplied)
-            self._all(node)[0].root.scaled = self.scaled_at > 0 and may_be_fp8(self.result.scheduled[-1], self.scaled_at)
+            if self.scaled_at and may_be_fp8(self.result.scheduled[-1], self.scaled_at):
+                self._all(node)[0].root.behind = SCALING
 
     def _spread(self, node: fx.Node, reads: Reads) -> None:
         """The bias of a product whose rows are padded: copied to each row first, and read from there by the product.
@@ -430,12 +432,9 @@ class Lowering:
         root.buffer = self._buffer(root.numel * root.itemsize)
         added = numel * root.itemsize
         add(reads, (destination, ""), Access(added, False))
-        operators = {PUT} if name == "index_put" and several_indices(node) else set()
-        self.result.scheduled.append(
-            Scheduled(
-                name, "scatter", (numel, 1), reads, {root.buffer: added}, operators=frozenset({name, *operators}), shape=shape
-            )
-        )
+        operators = {name, PUT} if name == "index_put" and several_indices(node) else {name}
+        loop = Scheduled(name, "scatter", (numel, 1), reads, {root.buffer: added}, operators=frozenset(operators), shape=shape)
+        self.result.scheduled.append(loop)
         self._views[node] = View(root, "", root.numel, True)
 
     def _destination(self, view: View) -> int:

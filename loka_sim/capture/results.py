@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from loka_sim.capture.operators import CONSTANT, Computed
 from loka_sim.loops import Access, Reads
@@ -11,9 +12,18 @@ from loka_sim.loops import Access, Reads
 # realize_acc_reads_threshold.
 MOST_OPERATIONS, MOST_READS, MOST_READS_AT_ALL = 30, 4, 8
 
-# Operations of a product's scaling by torchao's rowwise recipe beside its reading, three of them numbers that scalings share, and
-# the scales' own readings (`torch._inductor.ir.Loops.inner_fn_opcount`, torch 2.13, torchao 0.17).
-SCALING, SCALING_CONSTANTS, SCALES_READ = 26, 3, 2
+
+class Behind(NamedTuple):
+    """What is computed of a product wherever it is read: operations, how many of them numbers that others share, and readings."""
+
+    operations: int
+    numbers: int
+    readings: int
+
+
+# As torch.compile counts them (`torch._inductor.ir.Loops.inner_fn_opcount`, torch 2.13) of what torchao 0.17 computes behind its
+# FP8 products: the scales of rows and columns by its rowwise recipe, and biases.
+SCALING, BIAS = Behind(26, 3, 2), Behind(2, 0, 1)
 
 
 @dataclass
@@ -21,8 +31,8 @@ class Root:
     """A result that views share: computed where it is used until it is written.
 
     Attributes:
-        scalings: Products, and which part of each, that it multiplies by their scales.
-        scaled: A product that is multiplied by its row's and its column's scales where it is read.
+        computed_behind: What it computes of products, by which part of which.
+        behind: What is computed of it where it is read.
         shape: See `Scheduled.shape`.
         as_traced: Its sizes follow one another in memory as where they were traced, or (False) as they are counted; None as long
             as the compiler is free to lay them.
@@ -34,23 +44,24 @@ class Root:
     reads: Reads = field(default_factory=dict)
     operators: frozenset[str] = frozenset()
     computed: frozenset[Computed] = frozenset()
-    scalings: frozenset[tuple[str, int]] = frozenset()
+    computed_behind: frozenset[tuple[str, int, Behind]] = frozenset()
     gathers: bool = False
     buffer: int | None = None
-    scaled: bool = False
+    behind: Behind | None = None
     shape: tuple[int, ...] = ()
     as_traced: bool | None = None
 
     @property
     def computes_much(self) -> bool:
         """More than is computed anew where the result is used, however often."""
-        shared = SCALING_CONSTANTS * bool(self.scalings)
-        return len(self.computed) + (SCALING - SCALING_CONSTANTS) * len(self.scalings) + shared > MOST_OPERATIONS
+        more = sum(behind.operations - behind.numbers for _, _, behind in self.computed_behind)
+        numbers = max((behind.numbers for _, _, behind in self.computed_behind), default=0)
+        return len(self.computed) + more + numbers > MOST_OPERATIONS
 
     @property
     def readings(self) -> int:
-        """What it reads, scales among them."""
-        return len(self.reads) + SCALES_READ * len(self.scalings)
+        """What it reads, scales and biases among them."""
+        return len(self.reads) + sum(behind.readings for _, _, behind in self.computed_behind)
 
 
 @dataclass(frozen=True)
@@ -77,11 +88,12 @@ def inline(root: Root, view: View) -> None:
     inside = view.root
     if inside.buffer is not None:
         root.computed |= {(view.part, inside.buffer)}
-        root.scalings |= {(view.part, inside.buffer)} if inside.scaled else set()
+        if inside.behind:
+            root.computed_behind |= {(view.part, inside.buffer, inside.behind)}
         return
     # A part of a result is computed for itself, all but its constants.
     root.computed |= {(view.part + part if part != CONSTANT else part, what) for part, what in inside.computed}
-    root.scalings |= {(view.part + part, buffer) for part, buffer in inside.scalings}
+    root.computed_behind |= {(view.part + part, *rest) for part, *rest in inside.computed_behind}  # type: ignore[misc]
     root.operators |= inside.operators
     root.gathers |= inside.gathers
 

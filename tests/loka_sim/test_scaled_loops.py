@@ -1,12 +1,14 @@
 """Products that are scaled where they are read: against torch.compile's own counts, and against kernels that an H200 ran."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from loka_sim import step_loops
 from loka_sim.capture import capture
-from loka_sim.capture.results import MOST_OPERATIONS, SCALES_READ, SCALING, Root
+from loka_sim.capture.results import BIAS, MOST_OPERATIONS, SCALING, Root
 from loka_sim.dispatch.baselines import BASELINES
 from loka_sim.dispatch.candidates import SiteShape, operand_makers
 from loka_sim.dispatch.steps import RECIPE
@@ -58,17 +60,18 @@ def test_a_scaling_is_as_much_as_torch_compile_counts(monkeypatch):
     some = torch.rand(64, 1, dtype=torch.bfloat16), torch.rand(1, 32, dtype=torch.bfloat16)
     with pytest.raises(Exception, match="InterruptedError"):
         torch.compile(scaled, backend="inductor")(torch.rand(64, 32, dtype=torch.bfloat16), *some)
-    assert (1 + SCALES_READ, 1 + SCALING) in counted
+    assert (1 + SCALING.readings, 1 + SCALING.operations) in counted
 
 
-def test_what_computes_much_counts_scalings():
-    root = Root(1, 2, "mul", computed=frozenset({("", number) for number in range(MOST_OPERATIONS - SCALING)}))
+def test_what_computes_much_counts_what_is_behind_products():
+    few = frozenset({("", number) for number in range(MOST_OPERATIONS - SCALING.operations)})
+    root = Root(1, 2, "mul", computed=few)
     assert not root.computes_much
-    root.scalings = frozenset({("", 0)})
+    root.computed_behind = frozenset({("", 0, SCALING)})
     assert not root.computes_much
-    root.scalings |= {("", 1)}
-    assert root.computes_much
-    assert root.readings == 2 * SCALES_READ
+    assert root.readings == SCALING.readings
+    for more in (("", 1, BIAS), ("", 1, SCALING)):
+        assert replace(root, computed_behind=root.computed_behind | {more}).computes_much
 
 
 def test_a_product_that_only_loops_read_is_scaled_in_each():
