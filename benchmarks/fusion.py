@@ -157,8 +157,9 @@ def graphs_of(name: str, batch: int, variant: str) -> dict[str, torch.fx.GraphMo
     shape = dataclasses.replace(shape, **fewer)
     graphs: list[torch.fx.GraphModule] = []
 
-    def keep(graph: torch.fx.Graph) -> Any:
-        graphs.append(copy.deepcopy(graph.owning_module))
+    def keep(graph: torch.fx.Graph, scaled_at: int = 0) -> Any:
+        if not scaled_at:
+            graphs.append(copy.deepcopy(graph.owning_module))
         return Lowered()
 
     model = build(name, shape=shape)

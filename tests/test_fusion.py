@@ -108,8 +108,9 @@ def own_and_theirs(benchmark, model, inputs, batch):
     """What a graph's loops are as kernels, and torch.compile's kernels with their names and counts."""
     graphs = []
 
-    def keep(graph):
-        graphs.append(copy.deepcopy(graph.owning_module))
+    def keep(graph, scaled_at=0):
+        if not scaled_at:
+            graphs.append(copy.deepcopy(graph.owning_module))
         return Lowered()
 
     with (
