@@ -267,7 +267,7 @@ class _Quantized:
         for loop in loops:
             (buffer, *others) = loop.writes
             fits = loop.kind == "pointwise" and not (loop.gathers or loop.much or others) and len(loop.reads) <= MOST_READS
-            if not fits or buffer not in wanted or buffer in self.step.outputs:
+            if not fits or buffer not in wanted or buffer in self.step.outputs or self._is_kept_as_it_is(loop, readers[buffer]):
                 continue
             if all(self._takes(reader, buffer) or reader.kind in ("pointwise", "row", "column") for reader in readers[buffer]):
                 inside[buffer] = loop
@@ -278,6 +278,12 @@ class _Quantized:
                             if reader not in readers.setdefault(read, []):
                                 readers[read].append(reader)
         return inside
+
+    def _is_kept_as_it_is(self, loop: Scheduled, readers: Iterable[Scheduled]) -> bool:
+        """Whether the backward reads what it does not compute anew, and not in 8 bits alone: the forward writes that."""
+        (buffer,) = loop.writes
+        again = loop.backward or loop.label not in NEVER_AGAIN
+        return not again and any(reader.backward and not self._takes(reader, buffer) for reader in readers)
 
     def _takes(self, loop: Scheduled, buffer: int) -> bool:
         """Whether a GEMM reads a buffer in 8 bits."""
