@@ -35,7 +35,7 @@ from loka_sim.dispatch.baselines import BASELINES
 from loka_sim.dispatch.candidates import Row, operand_makers
 from loka_sim.dispatch.steps import EXPORT, RECIPE, as_run
 from loka_sim.fp8_step import fused as fused_with_fp8
-from loka_sim.fp8_step import taken
+from loka_sim.fp8_step import taken, writes_more
 from loka_sim.modelspec import Fused
 from loka_sim.validation.runnable import TABLE_ROWS
 from loka_sim.whatif import WhatIf, whatif
@@ -117,12 +117,11 @@ def predicted_kernels(answer: WhatIf, variant: str) -> tuple[list[Fused], list[R
         baseline = next(baseline for baseline in BASELINES if baseline.name == variant)
         chosen = [baseline.assignment(site.site, site.shape) for site in sites]
     assigned = {}
+    runner = EXPORT if variant == "decision" else RECIPE
     for site, kernels in zip(sites, chosen, strict=True):
-        runner = EXPORT if variant == "decision" else RECIPE
         for name, operands in taken(site.shape, kernels, operand_makers(site.shape, kernels), runner).items():
             assigned[site.site.name, name] = operands
-    scaled = any(how.after for operands in assigned.values() for how in operands.values())
-    step = step_loops.read(answer.spec.loops, answer.spec.batch, scaled)
+    step = step_loops.read(answer.spec.loops, answer.spec.batch, writes_more(chosen, runner))
     by_name = {site.site.name: (site, kernels) for site, kernels in zip(sites, chosen, strict=True)}
     order = [loop.site for loop in step.scheduled if loop.kind == "gemm" and loop.site[0]]
     for name, (site, _) in by_name.items():

@@ -7,7 +7,7 @@ libraries are kernels of their own, and stay so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -93,8 +93,7 @@ def converted(
     """
     if not spec.loops:
         return None
-    scaled = runner == RECIPE and any(kernel in RUN_AS for assignment in assignments for kernel in assignment.values())
-    step = _loops(spec.loops, spec.batch, scaled)
+    step = _loops(spec.loops, spec.batch, writes_more(assignments, runner))
     named = {loop.site for loop in step.scheduled}
     assigned: dict[tuple[str, str], dict[str, Taken]] = {}
     sites = []
@@ -107,6 +106,11 @@ def converted(
         return None
     found = of_step(spec, hardware, kernels=fused(step, assigned))
     return Converted(found, frozenset(sites), runner) if found else None
+
+
+def writes_more(assignments: Iterable[Assignment], runner: str) -> bool:
+    """Whether a step's backward is the one of products that are scaled behind them, see `loka_sim.step_loops`."""
+    return runner == RECIPE and any(kernel in RUN_AS for assignment in assignments for kernel in assignment.values())
 
 
 def fused(step: Lowered, assigned: Assigned) -> list[Fused]:

@@ -89,6 +89,13 @@ def pieces(elements: int) -> int:
     return -(-elements // (each * THREADS))
 
 
+def _one_block(elements: int) -> frozenset[str]:
+    """What the reduction of so many magnitudes by one block of threads is called, where they are more than it takes at once."""
+    if elements <= THREADS * LEAST_EACH:
+        return frozenset()
+    return ONE_BLOCK if elements % LOADED == 0 else ONE_BLOCK_MASKED
+
+
 def _near(elements: int, wanted: int, most: int) -> int:
     """A divisor of `elements` less than `most` away from the wanted number, else that number."""
     for distance in range(most):
@@ -344,10 +351,11 @@ class _Quantized:
         sources = {**turned, (made[scale], ""): Access(self.sizes[made[scale]], along)}
         operators |= CAST | (BY_COLUMNS[how.scales] if how.across else frozenset())
         # What the forward keeps so it turns behind all else, too far from what reads it as it lies.
-        across = how.turned and backward and operand == list(gemm.operands.values())[1]
+        stored_across = how.turned and backward and operand == list(gemm.operands.values())[1]
         yield Scheduled(
             "cast", "pointwise", (elements, 1), sources, {made[key]: elements}, operators=operators, backward=backward,
-            stored_across=across, turned_rows=how.rows if how.turned else 0, shape=shape if across or not how.turned else (),
+            stored_across=stored_across, turned_rows=how.rows if how.turned else 0,
+            shape=shape if stored_across or not how.turned else (),
         )  # fmt: skip
 
     @staticmethod
@@ -385,12 +393,9 @@ class _Quantized:
             if kept > 1:
                 (partial,) = first.writes
                 last = {self._buffer(4): 4}
-                alone = (
-                    frozenset[str]() if kept <= THREADS * LEAST_EACH else ONE_BLOCK if kept % LOADED == 0 else ONE_BLOCK_MASKED
-                )
                 yield Scheduled(
                     "amax", "row", (1, kept), {(partial, ""): Access(4 * kept, True)}, last,
-                    operators=MAGNITUDES | CAST | alone, backward=backward,
+                    operators=MAGNITUDES | CAST | _one_block(kept), backward=backward,
                 )  # fmt: skip
 
     def _rows_before(self, reads: Reads, elements: int) -> int | None:

@@ -132,7 +132,9 @@ def _scaled(batches: Sequence[int], steps: Sequence[Lowered], sites: Sequence[Si
     if len({tuple(loop.label for loop in step.scheduled) for step in steps}) > 1:
         return ()
     _, lines = _lines(batches, steps, sites)
-    return tuple(line.replace("backward", SCALED, 1) for line in lines if line.startswith("backward") and lines != known)
+    if lines == known:
+        return ()
+    return tuple(line.replace("backward", SCALED, 1) for line in lines if line.startswith("backward"))
 
 
 def _attended(site: Site, step: Lowered, batch: int) -> bool:

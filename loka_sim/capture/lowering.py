@@ -71,13 +71,13 @@ class Lowering:
         """Walk the graph once."""
         for node in self.graph.nodes:
             if node.op == "placeholder":
-                value = value_of(node)
-                if isinstance(value, torch.Tensor):
+                if isinstance(value := value_of(node), torch.Tensor):
                     root = self._root(value, "input")
                     root.buffer = self._buffer(distinct(value) * value.element_size())
                     self._views[node] = View(root, "", value.numel(), True)
                     self.result.inputs[node.name] = root.buffer
-                    root.behind = BIAS if self.scaled_at and node.name.startswith("addmm") else None
+                    of_forward = node.name.startswith("addmm")  # its product with a bias, by its node's name
+                    root.behind = BIAS if self.scaled_at and of_forward else None
             elif node.op == "call_function":
                 self._call(node)
                 if any(user.op == "output" for user in node.users):  # lies as it was traced, where it is free to
@@ -432,8 +432,8 @@ class Lowering:
         root.buffer = self._buffer(root.numel * root.itemsize)
         added = numel * root.itemsize
         add(reads, (destination, ""), Access(added, False))
-        operators = {name, PUT} if name == "index_put" and several_indices(node) else {name}
-        loop = Scheduled(name, "scatter", (numel, 1), reads, {root.buffer: added}, operators=frozenset(operators), shape=shape)
+        operators = frozenset({name, PUT} if name == "index_put" and several_indices(node) else {name})
+        loop = Scheduled(name, "scatter", (numel, 1), reads, {root.buffer: added}, operators=operators, shape=shape)
         self.result.scheduled.append(loop)
         self._views[node] = View(root, "", root.numel, True)
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from loka_sim.loops import ACROSS, TURNED, Scheduled
 from perfmodel.attention import BACKWARD, FORWARD
+from perfmodel.kernels import KERNELS
 
 WHOLE_VIEWS = set("view reshape _unsafe_view unsqueeze squeeze alias detach lift_fresh squeeze_dims permute transpose t".split())
 OTHER_VIEWS = set(
@@ -72,7 +73,6 @@ def operator_name(node: fx.Node) -> str:
     return name
 
 
-FP8_MULTIPLE = 16
 CONSTANT = "constant"
 Computed: TypeAlias = "tuple[str, Any]"
 """One operation of an element, as torch.compile tells them apart: of which part, or `CONSTANT` everywhere, and what."""
@@ -185,4 +185,5 @@ def several_indices(node: fx.Node) -> bool:
 def may_be_fp8(product: Scheduled, batch: int) -> bool:
     """Whether a product's sizes beside the batch are multiples of what `torch._scaled_mm` takes."""
     assert product.gemm is not None
-    return all(size % batch == 0 or size % FP8_MULTIPLE == 0 for size in product.gemm[1:])
+    multiple = KERNELS["torch/fp8_tensorwise_split"].multiple_k
+    return all(size % batch == 0 or size % multiple == 0 for size in product.gemm[1:])
