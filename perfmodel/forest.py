@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from perfmodel.compiled import at_hand, loops
+from perfmodel.compiled import AT_ONCE, at_hand, loops
+from perfmodel.loop_texts import ABOVE_FEATURE, IN_TURN
 from perfmodel.packed import Packed, Saved, inflate
 
 # Of these a prediction is the plain sum of leaves.
@@ -20,30 +21,36 @@ _OBJECTIVES = ("reg:squarederror", "reg:absoluteerror")
 # Of so few rows numpy makes a sum sooner than xgboost has read the trees: 256 of 660 trees in 16 ms, not 125. The loop, if it is
 # compiled already, takes 2.
 FEW_ROWS = 256
-# What a node's number has room for.
-_MOST_FEATURES, _MOST_NODES = 255, 1 << 24
+# What a node's number has room for: features, and nodes of a tree.
+_MOST_FEATURES, _MOST_NODES = 255, 1 << 16
+# The bit of a node's number at which its value begins.
+_VALUE = 32
+# Bytes of a feature in a group of rows.
+_FEATURE_BYTES = 4 * AT_ONCE
 
 
 @dataclass(frozen=True)
 class Forest:
     """Trees one after the other.
 
-    A leaf's left child is itself, and compares a feature that is less than every value: rows stay there.
+    Values are compared as whole numbers in their order (`_in_order`). A leaf's left child is itself, and compares what is 0 in
+    every row: rows stay there.
 
     Attributes:
         features: That a row has.
         base: What the sum of leaves begins with.
         roots: Node that each tree starts at, int64.
         depths: Steps to each tree's deepest leaf, int64.
-        nodes: (nodes, 2), uint32. Left child times 256, and the compared feature; the right child is the one behind the left.
-            And the bits of the float32 that this is compared with: a row goes left where it is less. Of a leaf what it adds.
+        nodes: (nodes,), uint64. Where the compared feature lies in a group, 16 bits; the left child, counted from the root, 16
+            bits, the right child is the one behind it; and what is compared with, 32 bits: a row goes left where it has less. Of
+            a leaf the bits of what it adds, as float32.
     """
 
     features: int
     base: np.float32
     roots: npt.NDArray[np.int64]
     depths: npt.NDArray[np.int64]
-    nodes: npt.NDArray[np.uint32]
+    nodes: npt.NDArray[np.uint64]
 
     @classmethod
     def of(cls, stored: bytes) -> Forest | None:
@@ -72,20 +79,23 @@ class Forest:
             plain
             and sizes.all()
             and features <= _MOST_FEATURES
-            and len(inner) <= _MOST_NODES
+            and sizes.max() <= _MOST_NODES
             and (left + 1 < np.repeat(roots + sizes, sizes)[inner]).all()
             and (packed.features < features).all()
         ):
             return None
         child, compared = np.arange(len(inner)), np.full(len(inner), features)
-        values = np.empty(len(inner), dtype=np.float32)
-        child[inner], compared[inner], values[inner], values[~inner] = left, packed.features, packed.thresholds, packed.leaves
+        values = np.empty(len(inner), dtype=np.uint32)
+        child[inner], compared[inner], values[inner] = left, packed.features, _in_order(packed.thresholds)
+        # A leaf that adds 0 adds -0: 0 would not be less than its bits.
+        values[~inner] = np.where(packed.leaves == 0, np.float32(-0.0), packed.leaves).view(np.uint32)
         depths, here, tree_of, depth = np.zeros(len(sizes), dtype=np.int64), roots, np.arange(len(sizes)), 0
         while len(here := here[kept := inner[here]]):
             depth, tree_of = depth + 1, tree_of[kept]
             depths[tree_of] = depth
             here, tree_of = np.concatenate([child[here], child[here] + 1]), np.concatenate([tree_of, tree_of])
-        nodes = np.stack([(child << 8 | compared).astype(np.uint32), values.view(np.uint32)], axis=1)
+        lower = (child - np.repeat(roots, sizes)) << ABOVE_FEATURE | compared * _FEATURE_BYTES
+        nodes = values.astype(np.uint64) << np.uint64(_VALUE) | lower.astype(np.uint64)
         return cls(features, base, roots, depths, nodes)
 
     def sums(self, matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
@@ -94,21 +104,28 @@ class Forest:
         if loop is None and len(matrix) <= FEW_ROWS:
             return self._sums_of_few(matrix)
         loop = loop or loops()
-        x = np.zeros((-(-len(matrix) // loop.IN_TURN) * loop.IN_TURN, self.features + 1), dtype=np.float32)
-        x[: len(matrix), :-1], x[:, -1] = matrix, -np.inf
+        x = np.zeros((-(-len(matrix) // IN_TURN) * IN_TURN, self.features + 1), dtype=np.uint32)
+        x[: len(matrix), :-1] = _in_order(matrix)
+        groups = np.ascontiguousarray(x.reshape(-1, AT_ONCE, x.shape[1]).transpose(0, 2, 1))
         total = np.full(len(x), self.base)
-        loop.add_leaves(x, self.roots, self.depths, self.nodes, total)
+        loop.add_leaves(groups, self.roots, self.depths, self.nodes, total)
         return total[: len(matrix)]
 
     def _sums_of_few(self, matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
         """The same by numpy, for so few rows that neither compiling nor handing the trees to xgboost pays."""
-        x = np.full((len(matrix), self.features + 1), -np.inf, dtype=np.float32)
-        x[:, :-1] = matrix
+        x = np.zeros((len(matrix), self.features + 1), dtype=np.uint32)
+        x[:, :-1] = _in_order(matrix)
+        lower, values = self.nodes.astype(np.uint32), (self.nodes >> np.uint64(_VALUE)).astype(np.uint32)
+        left, feature = (lower >> ABOVE_FEATURE).astype(np.int64), (lower & ((1 << ABOVE_FEATURE) - 1)) // _FEATURE_BYTES
         rows, here = np.arange(len(x))[:, None], np.tile(self.roots, (len(x), 1))
-        nodes, values = self.nodes[:, 0], self.nodes.view(np.float32)[:, 1]
         for _ in range(int(self.depths.max(initial=0))):
-            node = nodes[here]
-            here = (node >> 8) + (x[rows, node & 255] >= values[here])
+            here = self.roots + left[here] + (x[rows, feature[here]] >= values[here])
         # One after the other, as xgboost adds them.
-        leaves = np.column_stack([np.full(len(x), self.base), values[here]])
+        leaves = np.column_stack([np.full(len(x), self.base), values.view(np.float32)[here]])
         return np.add.accumulate(leaves, axis=1, dtype=np.float32)[:, -1]
+
+
+def _in_order(values: npt.NDArray[np.floating]) -> npt.NDArray[np.uint32]:
+    """Numbers from 1 on that stand to each other as float32 values do, none of which is NaN; 0 and -0 are the same."""
+    bits = (values.astype(np.float32, copy=False) + np.float32(0)).view(np.int32)
+    return (bits ^ (bits >> 31 | np.int32(-(2**31)))).view(np.uint32)

@@ -21,7 +21,7 @@ from perfmodel.compiled import worth_compiling
 from perfmodel.data_folder import data_folder
 from perfmodel.hardware import HardwareSpec, serving
 from perfmodel.kernels import BF16, KERNELS, of_kernel
-from perfmodel.network import Network, single_threaded
+from perfmodel.network import TURN, Network, single_threaded
 from perfmodel.opened import choice_file, model_file, network_file
 from perfmodel.pairs import Agreement, Asked, Pair, agreed_factors, pairs_in
 from perfmodel.prediction import Seen, at_edge, baseline_us, bounds_of, gap_octaves, no_less, wider
@@ -251,9 +251,10 @@ class PerfModel:
         paired = self.agreement.kernels if together else ()
         for name, rows in places_of(kernels).items():
             self._refuse(name, (m[rows], n[rows], k[rows], groups[rows]))
-            # Parts are alike, and as many for each thread.
+            # Parts are alike, as many for each thread, and begin where a network's turn of rows does.
             shared = THREADS * -(-len(rows) // (THREADS * _ROWS_AT_ONCE)) if len(rows) > _MANY_ROWS else 1
-            parts += [(name, part) for part in np.array_split(rows, shared)]
+            ends = np.arange(1, shared) * len(rows) // (shared * TURN) * TURN
+            parts += [(name, part) for part in np.split(rows, ends)]
 
         def fill(part: tuple[str, npt.NDArray[np.intp]]) -> Seen | None:
             name, rows = part

@@ -31,11 +31,11 @@ DECAY = 1e-2
 BEND = 0.3
 # Features further than this many standard deviations from the mean count as that far: outside the sweep it is constant.
 REACH = 4.0
-# Rows are multiplied in blocks of so many, the last one filled up to a multiple of `_TURN`: a row's value then does not depend on
+# Rows are multiplied in blocks of so many, the last one filled up to a multiple of `TURN`: a row's value then does not depend on
 # how many others it came with. Nor does it on its place among them where the matrix library sums all rows in one order; its
 # kernels for processors with AVX2 and no AVX-512, which OpenBLAS 0.3.31 takes on AMD's Zen 5, too, take 12 rows in turn and sum
 # half of them in another, which shows in the last bits of float32: a row keeps its place in a turn.
-_BLOCK, _TURN = 576, 48
+_BLOCK, TURN = 576, 48
 # The library may multiply matrices of fewer products by other kernels, which sum in another order (OpenBLAS up to 100^3, with
 # AVX-512 up to 28 * 512^2): no block has so few, unless a full one has.
 _MANY_PRODUCTS = 28 * 512**2
@@ -132,12 +132,12 @@ class Network:
         x, *others = self.room() if room is None else room
         count = len(matrix) if asked is None else len(asked)
         # Blocks are alike: a last one of few rows would be filled up.
-        even = min(-(-count // (-(-count // _BLOCK) * _TURN or 1)) * _TURN, _BLOCK)
+        even = min(-(-count // (-(-count // _BLOCK) * TURN or 1)) * TURN, _BLOCK)
         for start in range(0, count, even or 1):
             block = slice(start, min(start + even, count))
             rows, filled = block if asked is None else asked[block], block.stop - start
             x[:filled] = self.normal(matrix[rows])
-            size = min(-(-max(filled, self._least_rows) // _TURN) * _TURN, _BLOCK)
+            size = min(-(-max(filled, self._least_rows) // TURN) * TURN, _BLOCK)
             yield rows, self._through(x[:size], [each[:size] for each in others])[:filled]
 
     @property

@@ -12,7 +12,7 @@ import xgboost
 
 from perfmodel import compiled as compiling
 from perfmodel.forest import Forest
-from perfmodel.packed import pack
+from perfmodel.packed import Packed, pack
 from perfmodel.trees import Trees
 
 
@@ -36,7 +36,7 @@ def test_sums_are_xgboosts(parameters, rows):
     assert packed is not None and all(np.array_equal(*both) for both in zip(astuple(found), astuple(packed), strict=True))
     matrix = np.random.default_rng(1).uniform(-4, 4, (rows, 6)).astype(np.float32)
     # On the very edges of splits, where left and right are a bit apart.
-    edges = np.random.default_rng(2).choice(found.nodes.view(np.float32)[:, 1], matrix.shape)
+    edges = np.random.default_rng(2).choice(Packed.of(saved).thresholds, matrix.shape)
     for some in (matrix, edges):
         np.testing.assert_array_equal(found.sums(some), booster.predict(xgboost.DMatrix(some)))
         np.testing.assert_array_equal(found._sums_of_few(some), found.sums(some))

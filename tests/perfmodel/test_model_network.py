@@ -67,9 +67,9 @@ def test_a_rows_value_does_not_depend_on_its_company(learned):
     np.testing.assert_allclose(net.predict(matrix[5999::-1])[::-1], whole, rtol=0, atol=5e-6)
     alone = np.concatenate([net.predict(matrix[i : i + 1]) for i in range(0, 6000, 200)])
     np.testing.assert_allclose(alone, whole[::200], rtol=0, atol=5e-6)
-    # In the same place of a block it is the same to the bit, whatever is around it.
-    first = np.concatenate([net.predict(matrix[i : i + 1]) for i in range(0, 6000, 512)])
-    np.testing.assert_array_equal(first, whole[::512])
+    # In the same place of a turn it is the same to the bit, whatever is around it.
+    first = np.concatenate([net.predict(matrix[i : i + 1]) for i in range(0, 6000, 10 * network.TURN)])
+    np.testing.assert_array_equal(first, whole[:: 10 * network.TURN])
     assert net.predict(matrix[:0]).shape == (0,)
 
 
