@@ -84,19 +84,17 @@ class Forest:
             and (packed.features < features).all()
         ):
             return None
-        child, compared = np.arange(len(inner)), np.full(len(inner), features)
-        values = np.empty(len(inner), dtype=np.uint32)
-        child[inner], compared[inner], values[inner] = left, packed.features, _in_order(packed.thresholds)
+        first, parts = np.repeat(roots.astype(np.uint32), sizes), np.empty((len(inner), 2), dtype=np.uint32)
+        lower, values = parts.T
+        lower[:] = (np.arange(len(inner), dtype=np.uint32) - first) << ABOVE_FEATURE | np.uint32(features * _FEATURE_BYTES)
+        at = np.flatnonzero(inner)
+        lower[at] = (left.astype(np.uint32) - first[at]) << ABOVE_FEATURE | packed.features.astype(np.uint32) * _FEATURE_BYTES
+        values[at] = _in_order(packed.thresholds)
         # A leaf that adds 0 adds -0: 0 would not be less than its bits.
         values[~inner] = np.where(packed.leaves == 0, np.float32(-0.0), packed.leaves).view(np.uint32)
-        depths, here, tree_of, depth = np.zeros(len(sizes), dtype=np.int64), roots, np.arange(len(sizes)), 0
-        while len(here := here[kept := inner[here]]):
-            depth, tree_of = depth + 1, tree_of[kept]
-            depths[tree_of] = depth
-            here, tree_of = np.concatenate([child[here], child[here] + 1]), np.concatenate([tree_of, tree_of])
-        lower = (child - np.repeat(roots, sizes)) << ABOVE_FEATURE | compared * _FEATURE_BYTES
-        nodes = values.astype(np.uint64) << np.uint64(_VALUE) | lower.astype(np.uint64)
-        return cls(features, base, roots, depths, nodes)
+        # As numbers, the upper half of which is behind the lower one.
+        nodes = parts.astype("<u4", copy=False).view("<u8")[:, 0].astype(np.uint64, copy=False)
+        return cls(features, base, roots, packed.shape.depths(sizes), nodes)
 
     def sums(self, matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
         """The sum of the trees' leaves for each row of features, (rows,); no feature may be missing (NaN)."""

@@ -57,6 +57,16 @@ class Shape(NamedTuple):
         left = np.repeat(roots + 1 - 2 * before[roots], sizes)[inner] + 2 * before[inner]
         return cls(inner, roots, left)
 
+    def depths(self, sizes: Nodes) -> Nodes:
+        """Steps from the root of each tree of so many nodes to its deepest leaf, (trees,)."""
+        inner_before = np.concatenate([[0], np.cumsum(self.inner)])
+        depths, begin, end = np.zeros(len(sizes), dtype=np.int64), self.roots, self.roots + 1
+        # The nodes of a level lie one behind the other, and behind them those of the next.
+        while (below := inner_before[end] - inner_before[begin]).any():
+            depths += below > 0
+            begin, end = end, end + 2 * below
+        return depths
+
     def summed(self, of_leaves: Values) -> Values:
         """Of every node the sum of the leaves below it, (nodes,), each the sum of its two children's."""
         total = np.zeros(len(self.inner), dtype=np.float32)
