@@ -113,13 +113,14 @@ class Forest:
         """The same by numpy, for so few rows that neither compiling nor handing the trees to xgboost pays."""
         x = np.zeros((len(matrix), self.features + 1), dtype=np.uint32)
         x[:, :-1] = _in_order(matrix)
-        lower, values = self.nodes.astype(np.uint32), (self.nodes >> np.uint64(_VALUE)).astype(np.uint32)
-        left, feature = (lower >> ABOVE_FEATURE).astype(np.int64), (lower & ((1 << ABOVE_FEATURE) - 1)) // _FEATURE_BYTES
-        rows, here = np.arange(len(x))[:, None], np.tile(self.roots, (len(x), 1))
+        row, here = np.arange(len(x))[:, None] * x.shape[1], np.tile(self.roots, (len(x), 1))
+        lower, values = self.nodes.astype("<u8", copy=False).view("<u4").reshape(-1, 2).T
+        below, shift = (1 << ABOVE_FEATURE) - 1, _FEATURE_BYTES.bit_length() - 1
         for _ in range(int(self.depths.max(initial=0))):
-            here = self.roots + left[here] + (x[rows, feature[here]] >= values[here])
+            node = lower[here]
+            here = self.roots + (node >> ABOVE_FEATURE) + (x.take(row + ((node & below) >> shift)) >= values[here])
         # One after the other, as xgboost adds them.
-        leaves = np.column_stack([np.full(len(x), self.base), values.view(np.float32)[here]])
+        leaves = np.column_stack([np.full(len(x), self.base), values[here].view(np.float32)])
         return np.add.accumulate(leaves, axis=1, dtype=np.float32)[:, -1]
 
 
