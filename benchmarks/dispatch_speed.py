@@ -80,7 +80,7 @@ def measure(
     toolbox = Toolbox.of(libraries, timing.manifest["kernels"])
     clock = Clock()
     asked = [(SiteShape.of(site, BATCH), known.of(site.name)) for site in spec.sites]
-    rows = set().union(*(possible_rows(shape, toolbox) for shape, _ in asked))
+    rows = dict.fromkeys(row for shape, _ in asked for row in possible_rows(shape, toolbox))
     clock.part("candidates")
     times = Times.predict(timing, rows)
     clock.part("times")

@@ -269,11 +269,11 @@ def whatif(
     toolbox, torch = (Toolbox.of(names, timing.manifest["kernels"], (major, minor)) for names in (chosen, ("torch",)))
     shapes = [SiteShape.of(site, size) for site in spec.sites]
     arounds = [around(site, size) for site in spec.sites]
-    rows: set[Row] = {row for beside in arounds for row in beside.rows}
-    for shape in set(shapes):
-        rows |= possible_rows(shape, toolbox)
+    rows: dict[Row, None] = {row: None for beside in arounds for row in beside.rows}
+    for shape in dict.fromkeys(shapes):
+        rows.update(dict.fromkeys(possible_rows(shape, toolbox)))
         if "torch" not in chosen:  # the baselines and torchao run its kernels
-            rows |= possible_rows(shape, torch)
+            rows.update(dict.fromkeys(possible_rows(shape, torch)))
     times = Times.predict(timing, rows)
     errors = Errors(toolbox, {} if measured is None else measured.mere_factors)
     exported = as_run_by(EXPORT, times, timing.hardware)

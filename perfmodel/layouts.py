@@ -28,6 +28,7 @@ from perfmodel.features import alignment, gemm_features, waves
 from perfmodel.hardware import HardwareSpec
 from perfmodel.in_step import VECTOR
 from perfmodel.kernels import ACROSS, BF16, BF16_BATCHED, BIASED, K_FASTEST, KERNELS, Layout, laid
+from perfmodel.network import THREADS, threads
 from perfmodel.roofline import moved_bytes
 from perfmodel.trees import Trees
 
@@ -42,6 +43,8 @@ SCHEMA_VERSION = 3
 FILE, MANIFEST = "layouts.parquet", "layouts.json"
 OTHERS = (*ACROSS, BIASED)
 LAYOUTS = (K_FASTEST, *OTHERS)
+# From which on two threads tell them.
+_MANY_PRODUCTS = 512
 # Output tiles of cuBLAS' older kernels, beside those of `features.TILES`.
 _TILES = ((32, 32), (64, 32), (32, 64), (256, 64), (64, 256), (128, 64), (192, 128), (128, 192))
 
@@ -202,15 +205,33 @@ class LayoutModel:
         places = {layout: found for layout in OTHERS if len(found := np.flatnonzero([other == layout for other in layouts]))}
         if not places:
             return factor, off
-        some = of_calls(sizes, np.concatenate(list(places.values())))
-        known = Known.of(some, self.times)
-        even, batched = are_even(some), some[3] > 1
-        start = 0
-        for layout, rows in places.items():
-            mine = slice(start, start := start + len(rows))
+        rows = np.concatenate(list(places.values()))
+        kinds = np.repeat(np.arange(len(places)), [len(found) for found in places.values()])
+
+        def fill(part: npt.NDArray[np.intp]) -> None:
+            mine = rows[part]
+            factor[mine], off[mine] = self._told(list(places), kinds[part], of_calls(sizes, mine))
+
+        if len(rows) < _MANY_PRODUCTS:
+            fill(np.arange(len(rows)))
+        else:
+            with threads() as pool:
+                # Each file is read once before two threads may ask for it.
+                list(pool.map(self._trees, places))
+                list(pool.map(fill, np.array_split(np.arange(len(rows)), THREADS)))
+        return factor, off
+
+    def _told(self, layouts: Sequence[Layout], kinds: npt.NDArray[np.intp], sizes: Sizes) -> tuple[Array, Array]:
+        """As `told`, of products whose layouts are `layouts[kinds]`, ascending."""
+        factor, off = np.empty(len(kinds)), np.empty(len(kinds))
+        known, even, batched = Known.of(sizes, self.times), are_even(sizes), sizes[3] > 1
+        for kind, layout in enumerate(layouts):
+            mine = slice(*np.searchsorted(kinds, (kind, kind + 1)))
+            if mine.start == mine.stop:
+                continue
             _, matrix, as_if = known.of_products(mine).in_layout(layout, self.times, self.folder)
-            factor[rows] = np.exp(as_if + self._trees(layout).predict(matrix))
-            off[rows] = [self._off[layout, *sort] for sort in zip(batched[mine].tolist(), even[mine].tolist(), strict=True)]
+            factor[mine] = np.exp(as_if + self._trees(layout).predict(matrix))
+            off[mine] = [self._off[layout, *sort] for sort in zip(batched[mine].tolist(), even[mine].tolist(), strict=True)]
         return factor, off
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +20,7 @@ from perfmodel.compiled import worth_compiling
 from perfmodel.data_folder import data_folder
 from perfmodel.hardware import HardwareSpec, serving
 from perfmodel.kernels import BF16, KERNELS, of_kernel
-from perfmodel.network import TURN, Network, single_threaded
+from perfmodel.network import THREADS, TURN, Network, threads
 from perfmodel.opened import choice_file, model_file, network_file
 from perfmodel.pairs import Agreement, Asked, Pair, agreed_factors, pairs_in
 from perfmodel.prediction import Seen, at_edge, baseline_us, bounds_of, gap_octaves, no_less, wider
@@ -37,9 +36,8 @@ if TYPE_CHECKING:
     from perfmodel.topology import Cluster
 
 Array = npt.NDArray[np.float64]
-# Threads of a prediction; rows of one kernel that one works on at once, few enough for its cache; and rows from which on more
-# than one is woken.
-THREADS, _ROWS_AT_ONCE, _MANY_ROWS = 2, 8192, 4096
+# Rows of one kernel that a thread works on at once, few enough for its cache; and rows from which on more than one is woken.
+_ROWS_AT_ONCE, _MANY_ROWS = 8192, 4096
 
 
 @dataclass(frozen=True)
@@ -269,14 +267,14 @@ class PerfModel:
             if len(unread := [name for name in names if name not in self._loaded]) >= THREADS:
                 # Reading is most of what few rows take. They themselves are too little work to be shared.
                 pairs = [pair for pair in self.agreement.pairs if set(pair) <= set(names)] if together else []
-                with ThreadPoolExecutor(THREADS) as pool:
+                with threads() as pool:
                     for read in (pool.map(self.learned, unread), pool.map(self.pair_trees, pairs)):
                         list(read)
             alone = self._agree(parts, map(fill, parts), (m, n, k, groups), result, map)
         else:
             # A part alone is too small to have the loop compiled; once it is there, parts use it.
             worth_compiling(len(kernels))
-            with single_threaded(), ThreadPoolExecutor(THREADS) as pool:
+            with threads() as pool:
                 for found in (pool.map(self.learned, names), pool.map(self.choice, names)):
                     list(found)
                 alone = self._agree(parts, pool.map(fill, parts), (m, n, k, groups), result, pool.map)

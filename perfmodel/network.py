@@ -8,7 +8,8 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,6 +22,8 @@ from perfmodel import compiled
 Array = npt.NDArray[np.float32]
 Layers = list[tuple[Array, Array]]
 
+# Of a prediction.
+THREADS = 2
 WIDTH = 128
 HIDDEN = 3
 EPOCHS = 20
@@ -69,6 +72,13 @@ def single_threaded() -> AbstractContextManager[Any]:
     """
     context: AbstractContextManager[Any] = _threads().limit(limits=1, user_api="blas")
     return context
+
+
+@contextmanager
+def threads() -> Iterator[ThreadPoolExecutor]:
+    """Those of a prediction, of which each may run networks."""
+    with single_threaded(), ThreadPoolExecutor(THREADS) as pool:
+        yield pool
 
 
 @dataclass(frozen=True)

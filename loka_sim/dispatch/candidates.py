@@ -13,7 +13,7 @@ so quantized operands can be shared between passes: a decision is about a site, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, KeysView, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -289,18 +289,20 @@ def shared_tensors(shape: SiteShape, assignment: Assignment, name: str, toolbox:
     return tuple(found)
 
 
-def possible_rows(shape: SiteShape, toolbox: Toolbox = TORCH) -> set[Row]:
-    """Every row that some assignment of legal kernels may launch, bf16 included, by whichever way its operands are made."""
+def possible_rows(shape: SiteShape, toolbox: Toolbox = TORCH) -> KeysView[Row]:
+    """Every row that some assignment of legal kernels may launch, bf16 included, by whichever way its operands are made.
+
+    They come in one order, whatever the process.
+    """
     gemms, makers = _possible(shape.least, toolbox.unpriced)
-    found = {shape.row(name, kernel) for name, kernel in gemms}
-    for tensor, kernel in makers:
-        height, width = shape.tensor(tensor)
-        found.add(Row(kernel, height, 1, width))
-    return found
+    tensors = {tensor: shape.tensor(tensor) for tensor, _ in makers}
+    found = [shape.row(name, kernel) for name, kernel in gemms]
+    found += [Row(kernel, tensors[tensor][0], 1, tensors[tensor][1]) for tensor, kernel in makers]
+    return dict.fromkeys(found).keys()
 
 
 @cache
-def _possible(shape: SiteShape, toolbox: Toolbox) -> tuple[frozenset[tuple[str, str]], frozenset[tuple[str, str]]]:
+def _possible(shape: SiteShape, toolbox: Toolbox) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """(pass, GEMM) and (tensor, kernel that makes a reading of it) of all assignments of legal kernels."""
     gemms, makers = set(shape.bf16().items()), set[tuple[str, str]]()
     readings: dict[tuple[str, str], set[bool]] = {}
@@ -315,4 +317,4 @@ def _possible(shape: SiteShape, toolbox: Toolbox) -> tuple[frozenset[tuple[str, 
         for some in {frozenset(needed), *(frozenset({reading}) for reading in needed)}:
             for way in toolbox.ways(takes, some, *shape.tensor(tensor)):
                 makers.update((tensor, launch.row.kernel) for launch in way)
-    return frozenset(gemms), frozenset(makers)
+    return sorted(gemms), sorted(makers)

@@ -26,7 +26,7 @@ def trained(rows: int = 3000, rounds: int = 40, **parameters) -> xgboost.Booster
 @pytest.mark.parametrize("rows", [1, 17, 256, 257, 5003])
 @pytest.mark.parametrize(
     "parameters",
-    [{}, {"max_depth": 12, "objective": "reg:absoluteerror"}, {"max_depth": 1}],
+    [{}, {"max_depth": 12, "objective": "reg:absoluteerror"}, {"objective": "reg:pseudohubererror"}, {"max_depth": 1}],
 )
 def test_sums_are_xgboosts(parameters, rows):
     booster = trained(**parameters)
