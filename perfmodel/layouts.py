@@ -43,6 +43,8 @@ SCHEMA_VERSION = 3
 FILE, MANIFEST = "layouts.parquet", "layouts.json"
 OTHERS = (*ACROSS, BIASED)
 LAYOUTS = (K_FASTEST, *OTHERS)
+# Of the logarithm of two times' ratio: networks' sums of float32 in another order change the seventh.
+_DIGITS = 5
 # From which on two threads tell them.
 _MANY_PRODUCTS = 512
 # Output tiles of cuBLAS' older kernels, beside those of `features.TILES`.
@@ -89,7 +91,7 @@ class Known(NamedTuple):
         moved = moved_bytes(KERNELS[BF16], m, n, k, groups)
         along_m, along_n, along_k = (alignment(size) for size in (m, n, k))
         columns: dict[str, Array] = {
-            "log2_alone": np.log2(alone_us), "log_turned_over_alone": np.log(turned_us / alone_us),
+            "log2_alone": np.log2(alone_us), "log_turned_over_alone": _log_ratio(turned_us, alone_us),
             "log2_alone_over_bytes": np.log2(alone_us * hardware.copy_bandwidth_tbs * 1e6 / moved),
             "align_mn": np.minimum(along_m, along_n), "align_mk": np.minimum(along_m, along_k),
             "align_nk": np.minimum(along_n, along_k),
@@ -122,7 +124,7 @@ class Known(NamedTuple):
             what they take by their own, (products,).
         """
         us, chosen, columns = _chosen(model, self.sizes, lambda kernel: opened.choice(folder, laid(kernel, layout)))
-        as_if = np.log(us / self.us)
+        as_if = _log_ratio(us, self.us)
         names = [*self.names, *(f"laid_{name}" for name in chosen), "log_laid_over_alone"]
         return names, np.column_stack([self.matrix, columns, as_if]), as_if
 
@@ -149,6 +151,14 @@ def _chosen(model: PerfModel, sizes: Sizes, choice_of: Callable[[str], Choice] |
             result = np.empty((len(us), len(mine) + 1))
         result[products] = np.column_stack([seen.matrix[:, mine], seen.doubt])
     return us, [*names, "chosen_doubt"], result
+
+
+def _log_ratio(us: Array, than_us: Array) -> Array:
+    """The logarithm of one time over another, 0 where they are the same but for the rounding of sums in another order.
+
+    Trees part what is 0 from what is not.
+    """
+    return np.round(np.log(us / than_us), _DIGITS)
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,8 @@ def test_a_product_that_lies_otherwise_or_has_a_bias_is_a_kernel_of_its_own(layo
     base = rows[fit_layouts.SIZES].assign(kernel=np.where(rows["groups"] > 1, "torch/bf16_batched", "torch/bf16"))
     across = base.assign(kernel=[laid(name, layout) for name in base["kernel"]])
     alone, told, both = (model.predict(frame).to_numpy() for frame in (base, across, pd.concat([across, base])))
-    np.testing.assert_array_equal(both, np.concatenate([told, alone]))
+    # Some processors sum a row in another order in another place (`perfmodel.network`).
+    np.testing.assert_allclose(both, np.concatenate([told, alone]), rtol=1e-6)
     factor = SHIPPED.told([layout] * len(base), *(base[name] for name in fit_layouts.SIZES))[0]
     np.testing.assert_allclose(told[:, 0], alone[:, 0] * factor, rtol=1e-9)
     wide, narrow = (np.log(times[:, 2] / times[:, 1]) for times in (told, alone))
