@@ -21,7 +21,7 @@ from perfmodel.compiled import AT_ONCE
 # Vectors of rows that go down a tree in turn, their rows, and rows that it serves before the next one comes into the cache.
 _VECTORS = 4
 IN_TURN = _VECTORS * AT_ONCE
-_SERVED = 8 * IN_TURN
+_SERVED = 16 * IN_TURN
 # The bit of a node's number at which its left child begins, 16 bits; below is where the feature lies among a group's values.
 ABOVE_FEATURE = 16
 

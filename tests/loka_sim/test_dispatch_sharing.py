@@ -1,5 +1,8 @@
 """What an assignment launches, against launches written down by hand."""
 
+import os
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -166,6 +169,23 @@ def test_batched_products_that_no_quantizer_serves_stay_in_bf16():
     turned = batched(layout_b="row")
     assert "w is read transposed in each of 128 groups" in (illegal(turned, "output", "torch/fp8_grouped_rowwise_fast") or "")
     assert possible_rows(turned) == {Row("torch/bf16_batched_row_row", 64, 48, 32, 128)}
+
+
+def test_possible_rows_come_in_one_order_in_every_process():
+    """Strings' hashes, and so sets', are each process' own."""
+    code = (
+        "from loka_sim.dispatch.candidates import SiteShape, possible_rows\n"
+        "from loka_sim.modelspec import Dim, Site, linear_passes\n"
+        "site = Site('a', 'linear', linear_passes(Dim(0, 1), Dim(512), Dim(256)), weight='a.weight')\n"
+        "print(*possible_rows(SiteShape.of(site, 2048)), sep='|')"
+    )
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": seed}
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(told) == 1 and "fp8" in told.pop()
 
 
 def test_possible_rows_covers_every_legal_assignment():

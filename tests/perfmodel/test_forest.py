@@ -11,6 +11,7 @@ import pytest
 import xgboost
 
 from perfmodel import compiled as compiling
+from perfmodel import loop_texts
 from perfmodel.forest import Forest
 from perfmodel.packed import Packed, pack
 from perfmodel.trees import Trees
@@ -40,6 +41,46 @@ def test_sums_are_xgboosts(parameters, rows):
     for some in (matrix, edges):
         np.testing.assert_array_equal(found.sums(some), booster.predict(xgboost.DMatrix(some)))
         np.testing.assert_array_equal(found._sums_of_few(some), found.sums(some))
+
+
+@pytest.mark.parametrize("by_vectors", [False, True])
+def test_rows_go_down_by_themselves_as_by_vectors(by_vectors, monkeypatch):
+    """Whichever is faster on the processor at hand; more rows than are served at once, values that are 0, -0 or the largest."""
+    loops = compiling.loops()
+    assert loops is not None
+    add_leaves, *_, kept = loops._compiled(by_vectors)
+    monkeypatch.setattr(loops, "_add_leaves", add_leaves)
+    booster = trained(max_depth=12)
+    found = Forest.of(bytes(booster.save_raw("ubj")))
+    matrix = np.random.default_rng(1).uniform(-4, 4, (2 * loop_texts._SERVED + 9, 6)).astype(np.float32)
+    for row, value in enumerate((0.0, -0.0, 3e38, -3e38, 1e-45)):
+        matrix[row::50, row] = value
+    np.testing.assert_array_equal(found.sums(matrix), booster.predict(xgboost.DMatrix(matrix)))
+    assert kept is not None
+
+
+def test_depths_are_those_of_xgboosts_trees():
+    booster = trained(max_depth=9, gamma=0.5)
+    found = Forest.of(bytes(booster.save_raw("ubj")))
+
+    def depth(node: dict) -> int:
+        return 1 + max(map(depth, node["children"])) if "children" in node else 0
+
+    trees = [depth(json.loads(tree)) for tree in booster.get_dump(dump_format="json")]
+    assert found.depths.tolist() == trees and len(set(trees)) > 2
+
+
+def test_a_leaf_that_adds_nothing_keeps_its_rows():
+    booster = trained(rounds=2, base_score=0.0)
+    document = json.loads(bytes(booster.save_raw("json")))
+    for tree in document["learner"]["gradient_booster"]["model"]["trees"]:
+        leaf = tree["left_children"].index(-1)
+        tree["split_conditions"][leaf] = 0.0
+    booster.load_model(bytearray(json.dumps(document).encode()))
+    found = Forest.of(bytes(booster.save_raw("ubj")))
+    matrix = np.random.default_rng(1).uniform(-4, 4, (3000, 6)).astype(np.float32)
+    np.testing.assert_array_equal(found.sums(matrix), booster.predict(xgboost.DMatrix(matrix)))
+    np.testing.assert_array_equal(found._sums_of_few(matrix[:100]), found.sums(matrix[:100]))
 
 
 def test_a_tree_that_is_one_leaf_adds_it():

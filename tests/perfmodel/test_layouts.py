@@ -45,6 +45,21 @@ def test_factors_hang_on_nothing_but_the_product():
         np.testing.assert_allclose(np.ravel(alone), together[place], rtol=1e-4)
 
 
+def test_two_threads_tell_the_same(monkeypatch):
+    rows = TABLE.sample(700, random_state=3)
+    lie = [layouts.OTHERS[number % (4 if single else 3)] for number, single in enumerate(rows["groups"] == 1)]
+    sizes = [rows[name].to_numpy() for name in fit_layouts.SIZES]
+    by_two = np.stack(SHIPPED.told(lie, *sizes), axis=1)
+    monkeypatch.setattr(layouts, "_MANY_PRODUCTS", len(rows) + 1)
+    np.testing.assert_allclose(by_two, np.stack(SHIPPED.told(lie, *sizes), axis=1), rtol=1e-5)
+
+
+def test_the_same_kernels_time_over_itself_is_one_whatever_the_order_of_sums():
+    us = np.array([3.0, 200.0])
+    found = layouts._log_ratio(us * np.array([1 + 3e-7, 1.1]), us)
+    assert found[0] == 0 and found[1] == pytest.approx(np.log(1.1), abs=1e-5)
+
+
 CAREFUL = ACROSS[ACROSS["careful"]].sample(400, random_state=2).reset_index(drop=True)
 CAREFUL_BIASED = BIASED[BIASED["careful"]].sample(400, random_state=2).reset_index(drop=True)
 
