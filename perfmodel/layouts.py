@@ -158,7 +158,7 @@ def _log_ratio(us: Array, than_us: Array) -> Array:
 
     Trees part what is 0 from what is not.
     """
-    return np.round(np.log(us / than_us), _DIGITS)
+    return np.asarray(np.round(np.log(us / than_us), _DIGITS), dtype=np.float64)
 
 
 @dataclass(frozen=True)
