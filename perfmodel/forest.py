@@ -77,6 +77,7 @@ class Forest:
         (inner, roots, left), sizes = packed.shape, packed.sizes
         if not (
             plain
+            and len(sizes)
             and sizes.all()
             and features <= _MOST_FEATURES
             and sizes.max() <= _MOST_NODES

@@ -107,6 +107,14 @@ def test_what_is_no_plain_sum_of_leaves_is_left_to_xgboost():
     assert Forest.of(bytes(xgboost.train({"max_cat_to_onehot": 9}, data, 5).save_raw("ubj"))) is None
 
 
+def test_no_trees_are_left_to_xgboost():
+    booster = trained(rounds=0)
+    saved = bytes(booster.save_raw("ubj"))
+    assert Forest.of(saved) is None
+    matrix = np.ones((300, 6), dtype=np.float32)
+    np.testing.assert_array_equal(Trees(saved).predict(matrix), booster.predict(xgboost.DMatrix(matrix)))
+
+
 def test_damaged_trees_are_left_to_xgboost_which_refuses_them():
     booster = trained(rounds=5)
     saved = bytes(booster.save_raw("ubj"))
