@@ -71,7 +71,7 @@ def table_timeline(answer: WhatIf, path: str | Path) -> Timeline:
         assignments.append(kernels)
         made.append(makers)
     wanted = {row for passes in rows.values() for launched in passes.values() for row in launched}
-    times = {**answer.times.of, **Times.predict(model, wanted - set(answer.times.of)).of}
+    times = {**answer.times.of, **Times.predict(model, sorted(wanted - set(answer.times.of))).of}
 
     def launched(site: SiteDecision, name: str) -> list[Row]:
         gemm, *quantize = rows[site.site.name][name]

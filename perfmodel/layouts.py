@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -227,7 +227,15 @@ class LayoutModel:
         else:
             with threads() as pool:
                 # Each file is read once before two threads may ask for it.
-                list(pool.map(self._trees, places))
+                single = sizes[3][rows] == 1
+                kernels = [
+                    laid(kernel, layout)
+                    for kind, layout in enumerate(places)
+                    for kernel, some in ((BF16, single), (BF16_BATCHED, ~single))
+                    if some[kinds == kind].any()
+                ]
+                for read in (pool.map(self._trees, places), pool.map(partial(opened.choice, self.folder), kernels)):
+                    list(read)
                 list(pool.map(fill, np.array_split(np.arange(len(rows)), THREADS)))
         return factor, off
 

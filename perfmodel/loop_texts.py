@@ -149,7 +149,12 @@ _BY_VECTORS = {
     "ROWS": "IN_TURN", "NO_INDEX": "zeroinitializer", "INDEX": "WHOLE", "VALUE": "VECTOR",
 }  # fmt: skip
 
-# How a loop over rows, the label %row, goes on and ends.
+# How a loop over rows, the label %row, begins; and how it goes on behind the label %served, and ends.
+_FIRST_ROW = """  %empty = icmp eq i64 %rows, 0
+  br i1 %empty, label %done, label %row
+row:
+  %number = phi i64 [0, %entry], [%next.number, %served]
+  %start = mul i64 %number, %width"""
 _NEXT_ROW = """  %next.number = add i64 %number, 1
   %more.rows = icmp ult i64 %next.number, %rows
   br i1 %more.rows, label %row, label %done
@@ -161,11 +166,7 @@ done:
 _RECTIFY = """
 define void @rectify(ptr noalias %x, ptr noalias %biases, i64 %rows, i64 %width) {
 entry:
-  %empty = icmp eq i64 %rows, 0
-  br i1 %empty, label %done, label %row
-row:
-  %number = phi i64 [0, %entry], [%next.number, %served]
-  %start = mul i64 %number, %width
+FIRST_ROW
   br label %units
 units:
   %unit = phi i64 [0, %row], [%next.unit, %units]
@@ -196,14 +197,8 @@ _BEST = """
 define void @best(ptr noalias %values, i64 %rows, i64 %width, i64 %from, i64 %to, ptr noalias %places, ptr noalias %chances) {
 entry:
   %count = sub i64 %to, %from
-  %count.32 = trunc i64 %count to i32
-  %count.1 = insertelement WHOLE poison, i32 %count.32, i64 0
-  %counts = shufflevector WHOLE %count.1, WHOLE poison, WHOLE zeroinitializer
-  %empty = icmp eq i64 %rows, 0
-  br i1 %empty, label %done, label %row
-row:
-  %number = phi i64 [0, %entry], [%next.number, %summed]
-  %start = mul i64 %number, %width
+COUNTS count
+FIRST_ROW
   %first = add i64 %start, %from
   %row.at = getelementptr float, ptr %values, i64 %first
   br label %look
@@ -257,8 +252,8 @@ POWER
   %next.own.2 = add WHOLE %own.2, STEP
   %next.at.2 = add i64 %at.2, AT_ONCE
   %summing = icmp ult i64 %next.at.2, %count
-  br i1 %summing, label %sum, label %summed
-summed:
+  br i1 %summing, label %sum, label %served
+served:
   %sum.all = call reassoc float @llvm.vector.reduce.fadd.vAT_ONCEf32(float 0.0, VECTOR %next.total)
   %chance = fdiv float 1.0, %sum.all
   %chance.at = getelementptr float, ptr %chances, i64 %number
@@ -272,14 +267,8 @@ define void @add_worth(ptr noalias %values, i64 %rows, i64 %width, i64 %tiles, p
                        ptr noalias %across, ptr noalias %along, i64 %wide, ptr noalias %down, ptr noalias %along.m, i64 %high,
                        ptr noalias %context) {
 entry:
-  %count.32 = trunc i64 %tiles to i32
-  %count.1 = insertelement WHOLE poison, i32 %count.32, i64 0
-  %counts = shufflevector WHOLE %count.1, WHOLE poison, WHOLE zeroinitializer
-  %empty = icmp eq i64 %rows, 0
-  br i1 %empty, label %done, label %row
-row:
-  %number = phi i64 [0, %entry], [%next.number, %served]
-  %start = mul i64 %number, %width
+COUNTS tiles
+FIRST_ROW
   %row.at = getelementptr float, ptr %values, i64 %start
   %wide.start = mul i64 %number, %wide
   %across.at = getelementptr float, ptr %across, i64 %wide.start
@@ -365,6 +354,14 @@ def _power() -> str:
     return "\n".join(lines)
 
 
+def _counts(number: str) -> list[str]:
+    """%counts, a vector of a number that the loop is given."""
+    return [
+        f"  %count.32 = trunc i64 %{number} to i32", "  %count.1 = insertelement WHOLE poison, i32 %count.32, i64 0",
+        "  %counts = shufflevector WHOLE %count.1, WHOLE poison, WHOLE zeroinitializer",
+    ]  # fmt: skip
+
+
 def _spread(name: str, place: str) -> list[str]:
     """A vector of one of a row's numbers."""
     return [
@@ -384,8 +381,8 @@ def _gather(name: str, base: str, places: str) -> list[str]:
 
 
 def _written_out(loop: str) -> str:
-    """A loop with what its lines SPREAD and GATHER stand for."""
-    written: Mapping[str, Callable[..., list[str]]] = {"SPREAD": _spread, "GATHER": _gather}
+    """A loop with what its lines COUNTS, SPREAD and GATHER stand for."""
+    written: Mapping[str, Callable[..., list[str]]] = {"COUNTS": _counts, "SPREAD": _spread, "GATHER": _gather}
     lines = list[str]()
     for line in loop.splitlines():
         first, *rest = line.split(" ")
@@ -426,7 +423,7 @@ def source(by_vectors: bool) -> str:
         "VECTOR": f"<{AT_ONCE} x float>", "EVERY": f"<AT_ONCE x i1> <{', '.join(['i1 true'] * AT_ONCE)}>",
         "AT_ONCE": str(AT_ONCE),
     }  # fmt: skip
-    end = {"NEXT_ROW": _NEXT_ROW}
+    rows = {"FIRST_ROW": _FIRST_ROW, "NEXT_ROW": _NEXT_ROW}
     whole = {"PLACES": _wholes(range(AT_ONCE)), "STEP": _alike(AT_ONCE), "WHOLE": "<AT_ONCE x i32>"}
     nodes = {
         "SERVED": str(_SERVED), "IN_TURN": str(IN_TURN), "PAIRS": "<AT_ONCE x i64>", "HALF_OF_PAIR": _alike(32, bits=64),
@@ -439,7 +436,7 @@ def source(by_vectors: bool) -> str:
         "TO_OCTAVES": _constant(1 / math.log(2)), "LEAST": _constant(_LEAST_OCTAVES), "ONE": rectify["ONE"], **whole,
     }  # fmt: skip
     loops = (
-        (declared, whole), (_each(_filled(_LEAVES, down), number), nodes), (_RECTIFY, {**end, **rectify}),
-        (_BEST, {**end, **best}), (_ADD_WORTH, {**end, "ONE": rectify["ONE"], **whole}),
+        (declared, whole), (_each(_filled(_LEAVES, down), number), nodes), (_RECTIFY, {**rows, **rectify}),
+        (_BEST, {**rows, **best}), (_ADD_WORTH, {**rows, "ONE": rectify["ONE"], **whole}),
     )  # fmt: skip
     return "\n".join(_filled(_written_out(loop), {**texts, **wide}) for loop, texts in loops)

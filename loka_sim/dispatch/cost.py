@@ -42,8 +42,8 @@ class Times:
 
     @classmethod
     def predict(cls, model: PerfModel, rows: Iterable[Row]) -> Times:
-        """Ask the time model once for all rows, kernels of one GEMM together: in their order, or sorted where they have none."""
-        ordered = sorted(rows) if isinstance(rows, set | frozenset) else list(dict.fromkeys(rows))
+        """Ask the time model once for all rows, kernels of one GEMM together, in their order."""
+        ordered = list(dict.fromkeys(rows))
         asked = dict(zip(Row._fields, zip(*ordered, strict=True), strict=True)) if ordered else dict.fromkeys(Row._fields, ())
         predicted = model.predict_together(asked)
         columns = (predicted[name].tolist() for name in ("time_us", "low_us", "high_us"))
