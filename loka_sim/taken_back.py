@@ -53,7 +53,7 @@ def taken_back(
         min_speedup: As of `dispatch.decide.Policy`.
     """
     chosen = {kind: {name: entry.kernel for name, entry in passes.items()} for kind, passes in decided.items()}
-    stays = {kind: {name: entry.candidates[0].kernel for name, entry in passes.items()} for kind, passes in decided.items()}
+    stays = {kind: {name: entry.stays for name, entry in passes.items()} for kind, passes in decided.items()}
     times, sites = Counter(kinds), dict[Launched, _Alike]()
     launched = {kind: tuple(entry.rows for entry in decided[kind].values()) for kind in decided if chosen[kind] != stays[kind]}
     for kind, rows in launched.items():

@@ -13,7 +13,7 @@ is sure at 95%. Of the admissible ones the fastest wins; bf16 is always one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -71,6 +71,112 @@ class Candidate(NamedTuple):
     accuracy: Accuracy | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Explained:
+    """What was considered for a pass, and why it runs what it runs.
+
+    Attributes:
+        costs: Of its site's assignments.
+        place: What the site runs.
+        axis: Which pass it is.
+        status: Of its decision.
+        added: What each kernel that it may run adds to the site, the other passes as decided.
+        accuracies: Predicted errors.
+        unsafe: FP8 kernels of passes that are not safe.
+        reckless: What it would run were errors no matter.
+        step_gain_us: What the whole step gains by the site's FP8, where that is why it has none.
+        max_mere: The MERE that it must stay below.
+        toolbox: FP8 kernels to choose from.
+    """
+
+    costs: SiteCosts
+    place: Place
+    axis: int
+    status: str
+    added: Sequence[Time]
+    accuracies: Accuracies
+    unsafe: frozenset[tuple[str, str]]
+    reckless: str
+    step_gain_us: float | None
+    max_mere: float
+    toolbox: Toolbox
+
+    @property
+    def _name(self) -> str:
+        return self.costs.shape.names[self.axis]
+
+    @property
+    def _options(self) -> tuple[str, ...]:
+        return self.costs.structure.options[self.axis]
+
+    @property
+    def _kernel(self) -> str:
+        return self._options[self.place[self.axis]]
+
+    @cached_property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Everything considered for the pass, bf16 first."""
+        shape, name = self.costs.shape, self._name
+        priced = dict(zip(self._options, zip(self.costs.gemm_us(self.axis), self.added, strict=True), strict=True))
+        stays = shape.bf16()[name]
+        return tuple(
+            Candidate(kernel, None, *priced[kernel], self.accuracies.get((name, kernel)))
+            if kernel in priced
+            else Candidate(kernel, illegal(shape, name, kernel, self.toolbox))
+            for kernel in (stays, *(other for other in self.toolbox.gemms if KERNELS[other].kind == KERNELS[stays].kind))
+        )
+
+    @cached_property
+    def runner_up(self) -> Candidate | None:
+        """The next best choice that is safe; None when there is none."""
+        others = [c for c in self.candidates if c.total is not None and c.kernel != self._kernel]
+        safe = [c for c in others if (self._name, c.kernel) not in self.unsafe]
+        return min(safe, key=lambda c: (c.total, c.kernel), default=None)
+
+    @cached_property
+    def reason(self) -> str:
+        """Why the pass runs what it runs, in words."""
+        by_kernel = {candidate.kernel: candidate for candidate in self.candidates}
+        bf16, runner_up = self.candidates[0].total, self.runner_up
+        assert bf16 is not None
+        if self.status == FAST:
+            chosen = by_kernel[self._kernel]
+            assert chosen.total is not None and chosen.accuracy is not None
+            shared = shared_tensors(self.costs.shape, self.costs.kernels(self.place), self._name, self.toolbox)
+            sharing = f"; shares the quantized {' and '.join(shared)} with another pass" if shared else ""
+            return (
+                f"adds {chosen.total.us:.1f} us with quantization where bf16 takes {bf16.us:.1f} us; "
+                f"MERE {chosen.accuracy.mere:.3f} is below {self.max_mere:g}{sharing}"
+            )
+        if self.status == ILLEGAL:
+            reasons = dict.fromkeys(c.illegal for c in self.candidates if c.illegal)
+            groups = self.costs.shape.gemm(self._name)[3]
+            return next(iter(reasons), f"{groups} GEMMs in one call: there is no FP8 kernel for batched calls to choose")
+        if self.status == UNSAFE:
+            faster = by_kernel[self.reckless]
+            assert faster.accuracy is not None
+            return f"{faster.kernel} would be faster, but its MERE {faster.accuracy.mere:.3f} is not below {self.max_mere:g}" + (
+                "" if runner_up is None else f"; the best accurate one, {runner_up.kernel}, is not worth it"
+            )
+        if runner_up is None:
+            least = min(c.accuracy.mere for c in self.candidates if c.accuracy is not None)
+            return f"no FP8 kernel is surely faster, and none is accurate: the least MERE is {least:.3f}"
+        place = list(self.place)
+        place[self.axis] = self._options.index(runner_up.kernel)
+        shortfall = self.costs.shortfall(tuple(place))
+        assert runner_up.total is not None
+        if shortfall is None and self.step_gain_us is not None:
+            change = "longer" if self.step_gain_us <= 0 else "less, which is not enough,"
+            return (
+                f"{runner_up.kernel} would take {runner_up.total.us:.1f} us instead of {bf16.us:.1f} us by itself, but as "
+                f"torch.compile fuses its quantization the whole step takes {abs(self.step_gain_us):.1f} us {change} with FP8 at "
+                "such sites"
+            )
+        if shortfall is None:
+            return f"the site is faster as decided than with {runner_up.kernel} here"
+        return f"best FP8 kernel {runner_up.kernel}: {runner_up.total.us:.1f} us against {bf16.us:.1f} us; {shortfall}"
+
+
 @dataclass(frozen=True)
 class PassDecision:
     """What one pass runs, and why.
@@ -78,31 +184,44 @@ class PassDecision:
     Attributes:
         status: `fast`, `not_worth_it`, `unsafe` or `illegal`.
         kernel: What it runs.
+        stays: What it would run in bf16.
         rows: What it launches: the GEMM, then its quantization and layout changes.
         makers: The kernel that each quantized tensor of x, w, g comes from, launched by this pass or another.
         predicted: Time of `rows`.
         bf16: Time of its GEMM in bf16.
         accuracy: Predicted error of the kernel; None for bf16.
-        reason: Why, in words.
-        candidates: Everything considered, bf16 first.
-        runner_up: The next best choice; None when there is no other.
+        explained: Why, and what else was considered; found when it is asked for.
     """
 
     status: str
     kernel: str
+    stays: str
     rows: tuple[Row, ...]
     makers: Mapping[str, str]
     predicted: Time
     bf16: Time
     accuracy: Accuracy | None
-    reason: str
-    candidates: tuple[Candidate, ...]
-    runner_up: Candidate | None
+    explained: Explained = field(compare=False, repr=False)
 
     @property
     def speedup(self) -> float:
         """bf16 time over predicted time."""
         return self.bf16.us / self.predicted.us
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Everything considered, bf16 first."""
+        return self.explained.candidates
+
+    @property
+    def runner_up(self) -> Candidate | None:
+        """The next best choice; None when there is no other."""
+        return self.explained.runner_up
+
+    @property
+    def reason(self) -> str:
+        """Why, in words."""
+        return self.explained.reason
 
 
 def flat(launched: Mapping[str, tuple[Row, ...]]) -> tuple[Row, ...]:
@@ -198,46 +317,25 @@ class Decider:
         launched, makers = launches(shape, decided, self.toolbox), operand_makers(shape, decided, self.toolbox)
         result, first = {}, 0
         for axis, name in enumerate(shape.names):
-            kernel = decided[name]
-            candidates = self._candidates(costs, axis, added[first : first + len(options[axis])], accuracies)
-            first += len(options[axis])
+            kernel, number = decided[name], len(options[axis])
             if KERNELS[kernel].is_fp8:
                 status = FAST
-            elif len(options[axis]) == 1:
+            elif number == 1:
                 status = ILLEGAL
             elif (name, reckless[name]) in unsafe:
                 status = UNSAFE
             else:
                 status = NOT_WORTH_IT
-            others = [c for c in candidates if c.total is not None and c.kernel != kernel]
-            safe = [c for c in others if (name, c.kernel) not in unsafe] if unsafe else others
-            runner_up = min(safe, key=lambda c: (c.total, c.kernel), default=None)
-            explained = _Explained(costs, place, axis, status, candidates, runner_up, step_gain_us)
-            shared = shared_tensors(shape, decided, name, self.toolbox) if status == FAST else ()
+            explained = Explained(
+                costs, place, axis, status, added[first : first + number], accuracies, unsafe, reckless[name], step_gain_us,
+                self.policy.max_mere, self.toolbox,
+            )  # fmt: skip
+            first += number
             result[name] = PassDecision(
-                status, kernel, launched[name], makers[name], self.times.interval(launched[name]),
-                self.times.of[shape.row(name, stays[name])], accuracies.get((name, kernel)),
-                explained.reason(self.policy.max_mere, reckless[name], shared), candidates, runner_up,
+                status, kernel, stays[name], launched[name], makers[name], self.times.interval(launched[name]),
+                self.times.of[shape.row(name, stays[name])], accuracies.get((name, kernel)), explained,
             )  # fmt: skip
         return result
-
-    def _candidates(self, costs: SiteCosts, axis: int, added: list[Time], accuracies: Accuracies) -> tuple[Candidate, ...]:
-        """Everything considered for a pass, bf16 first."""
-        shape, options = costs.shape, costs.structure.options[axis]
-        name = shape.names[axis]
-        priced = dict(zip(options, zip(costs.gemm_us(axis), added, strict=True), strict=True))
-        stays = shape.bf16()[name]
-        return tuple(
-            Candidate(kernel, None, *priced[kernel], accuracies.get((name, kernel)))
-            if kernel in priced
-            else Candidate(kernel, illegal(shape, name, kernel, self.toolbox))
-            for kernel in (stays, *self._of_kind[KERNELS[stays].kind])
-        )
-
-    @cached_property
-    def _of_kind(self) -> dict[str, list[str]]:
-        """The toolbox's GEMMs, batched ones apart."""
-        return {kind: [name for name in self.toolbox.gemms if KERNELS[name].kind == kind] for kind in ("gemm", "batched_gemm")}
 
 
 def decide_site(
@@ -279,63 +377,3 @@ def _together(costs: Sequence[SiteCosts]) -> dict[Sites, list[int]]:
     for number, each in enumerate(costs):
         found.setdefault(each.sites, []).append(number)
     return found
-
-
-@dataclass(frozen=True)
-class _Explained:
-    """A pass' decision, to be put in words."""
-
-    costs: SiteCosts
-    place: Place
-    axis: int
-    status: str
-    candidates: tuple[Candidate, ...]
-    runner_up: Candidate | None
-    step_gain_us: float | None
-
-    def reason(self, limit: float, reckless: str, shared: tuple[str, ...]) -> str:
-        """Why a pass runs what it runs.
-
-        Args:
-            limit: The MERE that it must stay below.
-            reckless: What it would run were errors no matter.
-            shared: Tensors whose quantization it shares.
-        """
-        by_kernel = {candidate.kernel: candidate for candidate in self.candidates}
-        bf16, runner_up = self.candidates[0].total, self.runner_up
-        assert bf16 is not None
-        if self.status == FAST:
-            chosen = by_kernel[self.costs.structure.options[self.axis][self.place[self.axis]]]
-            assert chosen.total is not None and chosen.accuracy is not None
-            sharing = f"; shares the quantized {' and '.join(shared)} with another pass" if shared else ""
-            return (
-                f"adds {chosen.total.us:.1f} us with quantization where bf16 takes {bf16.us:.1f} us; "
-                f"MERE {chosen.accuracy.mere:.3f} is below {limit:g}{sharing}"
-            )
-        if self.status == ILLEGAL:
-            reasons = dict.fromkeys(c.illegal for c in self.candidates if c.illegal)
-            groups = self.costs.shape.gemm(self.costs.shape.names[self.axis])[3]
-            return next(iter(reasons), f"{groups} GEMMs in one call: there is no FP8 kernel for batched calls to choose")
-        if self.status == UNSAFE:
-            faster = by_kernel[reckless]
-            assert faster.accuracy is not None
-            return f"{faster.kernel} would be faster, but its MERE {faster.accuracy.mere:.3f} is not below {limit:g}" + (
-                "" if runner_up is None else f"; the best accurate one, {runner_up.kernel}, is not worth it"
-            )
-        if runner_up is None:
-            least = min(c.accuracy.mere for c in self.candidates if c.accuracy is not None)
-            return f"no FP8 kernel is surely faster, and none is accurate: the least MERE is {least:.3f}"
-        place = list(self.place)
-        place[self.axis] = self.costs.structure.options[self.axis].index(runner_up.kernel)
-        shortfall = self.costs.shortfall(tuple(place))
-        assert runner_up.total is not None
-        if shortfall is None and self.step_gain_us is not None:
-            change = "longer" if self.step_gain_us <= 0 else "less, which is not enough,"
-            return (
-                f"{runner_up.kernel} would take {runner_up.total.us:.1f} us instead of {bf16.us:.1f} us by itself, but as "
-                f"torch.compile fuses its quantization the whole step takes {abs(self.step_gain_us):.1f} us {change} with FP8 at "
-                "such sites"
-            )
-        if shortfall is None:
-            return f"the site is faster as decided than with {runner_up.kernel} here"
-        return f"best FP8 kernel {runner_up.kernel}: {runner_up.total.us:.1f} us against {bf16.us:.1f} us; {shortfall}"

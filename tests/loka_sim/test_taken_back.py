@@ -8,7 +8,7 @@ import pytest
 
 from loka_sim.dispatch.candidates import Row
 from loka_sim.dispatch.cost import Time
-from loka_sim.dispatch.decide import Candidate, PassDecision
+from loka_sim.dispatch.decide import PassDecision
 from loka_sim.taken_back import MOST_KINDS, taken_back
 from loka_sim.whatif import whatif
 
@@ -30,11 +30,7 @@ def sure(us):
 
 def decision(number, gain_us, kernel=FP8):
     rows = (Row(kernel, 64, 64, 64 * (number + 1)),)
-    return {
-        "output": PassDecision(
-            "fast", kernel, rows, {}, sure(10.0), sure(10.0 + gain_us), None, "", (Candidate(BF16), Candidate(FP8)), None
-        )
-    }
+    return {"output": PassDecision("fast", kernel, BF16, rows, {}, sure(10.0), sure(10.0 + gain_us), None, explained=None)}
 
 
 class Model:
