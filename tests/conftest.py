@@ -1,16 +1,40 @@
 """What tests of several floors share."""
 
-import importlib
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from perfmodel import data_folder
+
+
+def pytest_configure() -> None:
+    """Let Triton's interpreter make its functions of triton.language once a launch, not again in every function called in it."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+        return
+    from triton import language
+    from triton.runtime import interpreter
+
+    make, look_up, found = interpreter._patch_lang, interpreter._get_np_dtype, dict[str, Any]()
+    nothing = interpreter._LangPatchScope()
+
+    def make_once(function: Any) -> Any:
+        seen = (language, *(value for value in function.__globals__.values() if value is language.core))
+        return make(function) if any(language.core.is_builtin(module.load) for module in seen) else nothing
+
+    def look_up_once(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in found:
+            found[name] = look_up(kind)
+        return found[name]
+
+    interpreter._patch_lang, interpreter._get_np_dtype = make_once, look_up_once
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from perfmodel import data_folder, fit_alone
+from perfmodel import data_folder, fit_alone, learn
 from perfmodel import hardware as hardware_module
 from perfmodel.fit_alone import expected, find, others_say, read_rows
 from perfmodel.learn import OWN_CLOCK_WEIGHT, predict, train
@@ -78,6 +78,7 @@ def test_the_command_writes_what_is_read(h200, tmp_path, monkeypatch, capsys):
     rows[kept].reset_index(drop=True).to_parquet(tmp_path / "h200" / "memory.parquet")
     (tmp_path / "h200" / "memory.json").write_text(json.dumps({"runs": [{"rows": int(kept.sum()), "command": "x --workers 9"}]}))
     monkeypatch.setattr(fit_alone, "data_folder", lambda: tmp_path)
+    monkeypatch.setattr(learn, "ROUNDS", 200)
     assert fit_alone.main([]) == 0
     document = json.loads((tmp_path / "h200" / ALONE_FILE).read_text())
     assert document["timings"] == document["shared"] == kept.sum()

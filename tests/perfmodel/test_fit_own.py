@@ -107,6 +107,7 @@ def test_intervals_follow_a_fresh_sweep_and_trees_stay(sweep, fitted, tmp_path, 
 
 def test_memory_bound_kernels_are_fitted_alone_as_with_all(sweep, tmp_path, monkeypatch, capsys):
     """Trees are those of a fit of everything, GEMMs stay, and what is said of both is of all timings."""
+    monkeypatch.setattr("perfmodel.learn.ROUNDS", 100)
     folder, out = tmp_path / "data" / "mine", {name: tmp_path / name for name in ("before", "alone", "whole")}
     folder.mkdir(parents=True)
     shutil.copy(sweep[0] / "gemm.parquet", folder)
