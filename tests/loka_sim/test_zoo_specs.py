@@ -13,6 +13,7 @@ from loka_sim.zoo import DEFAULT_BATCH, NAMES, build, example_inputs
 from loka_sim.zoo.specs import capture_zoo_model, main
 
 MEND = "the shipped spec is stale: run `python -m loka_sim.zoo.specs`"
+WRITTEN = "dlrm-small"  # by `test_the_command_writes_what_ships`
 
 
 def counted(name, batch):
@@ -30,12 +31,12 @@ def test_shipped_specs_keep_to_the_schema(name):
     assert modelspec.load(zoo_names()[name]) == resolve_model(name)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != WRITTEN])
 def test_shipped_specs_are_fresh_captures(name):
     assert resolve_model(name) == capture_zoo_model(name), MEND
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("-small")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("-small") and name != WRITTEN])
 def test_shipped_specs_with_mods_are_fresh_captures(name):
     assert zoo_with_mods(name) == capture_zoo_model(name, "all"), MEND
 
@@ -90,10 +91,11 @@ def test_the_paper_sizes_of_production():
 
 
 def test_the_command_writes_what_ships(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("loka_sim.zoo.specs.NAMES", ("dlrm-small",))
+    """What ships is a fresh capture of this model, too."""
+    monkeypatch.setattr("loka_sim.zoo.specs.NAMES", (WRITTEN,))
     assert main(["--out", str(tmp_path)]) == 0
-    assert modelspec.load(tmp_path / "dlrm-small.json") == resolve_model("dlrm-small")
-    assert modelspec.load(tmp_path / "dlrm-small+mods.json") == zoo_with_mods("dlrm-small")
+    assert modelspec.load(tmp_path / "dlrm-small.json") == resolve_model("dlrm-small"), MEND
+    assert modelspec.load(tmp_path / "dlrm-small+mods.json") == zoo_with_mods("dlrm-small"), MEND
     assert "dlrm-small: 7 sites" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert main(["--out", str(tmp_path / "file")]) == UserError.exit_code

@@ -41,9 +41,10 @@ def test_predictions_stay(booster, smaller, rows):
 
 
 def test_explanations_stay(booster, smaller, rows):
-    whole, half = booster.predict(rows, pred_contribs=True), smaller.predict(rows, pred_contribs=True)
+    some = rows.slice(np.arange(0, rows.num_row(), 10))
+    whole, half = booster.predict(some, pred_contribs=True), smaller.predict(some, pred_contribs=True)
     np.testing.assert_allclose(half, whole, atol=0.02)
-    np.testing.assert_allclose(half.sum(axis=1), smaller.predict(rows), atol=1e-4)
+    np.testing.assert_allclose(half.sum(axis=1), smaller.predict(some), atol=1e-4)
 
 
 def test_more_trees_grow_on_top(booster, smaller, rows):
