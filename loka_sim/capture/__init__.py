@@ -8,6 +8,7 @@ and the three runs together say how each dimension depends on the batch (`fit`).
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -103,11 +104,23 @@ def _fused(
     """The kernels beside the GEMMs, their loops, the sites with what is padded, and why there are none where there are none."""
     batches = [batch, 2 * batch if batch % 8 == 0 else 9 * batch]  # what is no multiple of 8 is none in both
     try:
-        with Padding().as_compiled():
+        with Padding().as_compiled(), _without_collections():
             runs = [traced(model, inputs, loss, batch, size, batch_dim) for size in batches]
         return fit_fused(batches, runs, sites)
     except Exception as error:  # anything that a model or a tracer may raise: the sites are known all the same
         return [], (), sites, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """A trace makes objects by the hundred thousand and keeps most of them: to look through them for cycles is a sixth of it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Failure(Exception):

@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._decomp import global_decomposition_table
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import _disable_current_modes
 
 from loka_sim.capture import twin
 from loka_sim.capture.attention import FusedAttention
@@ -102,17 +105,22 @@ def _partitioned(graph: fx.GraphModule, inputs: Any, **more: Any) -> tuple[fx.Gr
 
 def _claim(graph: fx.GraphModule, device: str) -> None:
     """Let all tensors of a graph be on this device."""
+    claimed = torch.device(device)
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
-        with torch._C.DisableTorchFunction(), getattr(tensor, "fake_mode", None) or contextlib.nullcontext():
+        if not isinstance(tensor, FakeTensor):
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return FakeTensor(tensor.fake_mode, bare, claimed)
 
-    for node in graph.graph.nodes:
-        if "val" in node.meta:
-            node.meta["val"] = torch.utils._pytree.tree_map_only(torch.Tensor, moved, node.meta["val"])
-        node.args, node.kwargs = torch.utils._pytree.tree_map_only(
-            torch.device, lambda _: torch.device(device), (node.args, node.kwargs)
-        )
+    # As its mode makes a fake tensor, without asking it for each of thousands: that takes five times as long.
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        for node in graph.graph.nodes:
+            if "val" in node.meta:
+                node.meta["val"] = torch.utils._pytree.tree_map_only(torch.Tensor, moved, node.meta["val"])
+            if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
+                node.args = tuple(claimed if isinstance(value, torch.device) else value for value in node.args)
+                node.kwargs = {name: claimed if isinstance(value, torch.device) else value for name, value in node.kwargs.items()}
     graph.recompile()
 
 
@@ -180,6 +188,8 @@ def _traced(
         if constants_too:
             stack.enter_context(_default_dtype(DTYPE))
             stack.enter_context(_OneDevice())
+        # As in torch.compile: Python is written of the graphs that are run, not of each that a pass changed.
+        stack.enter_context(_use_lazy_graph_module(True))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         if "torch._dynamo" in sys.modules:
