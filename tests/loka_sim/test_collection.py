@@ -1,6 +1,7 @@
 """A collection without a GPU: sweeps of a made-up machine, everything else as it is."""
 
 import gzip
+import hashlib
 import json
 import re
 import shutil
@@ -356,7 +357,43 @@ def test_the_sweeps_hold_enough_of_every_kernel_for_a_fit_and_begin_with_a_fair_
         assert len(dict.fromkeys(shape for shape, _ in items)) == len(items)
 
 
-def test_a_fit_need_not_hold_what_other_libraries_lack(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def fits(tmp_path_factory):
+    return tmp_path_factory.mktemp("fits")
+
+
+@pytest.fixture
+def fitted_once(fits, monkeypatch):
+    """A fit of the same timings, figures and start as an earlier test's is not made again: what that one wrote is copied."""
+    child = measuring.Child
+
+    class Kept:
+        def __init__(self, module, arguments):
+            given = dict(zip(arguments[::2], arguments[1::2], strict=True))
+            read = [*sorted(Path(given["--timings"]).rglob("*.*")), Path(given["--hardware-spec"])]
+            found = hashlib.sha256(repr((module, given.get("--start"), [(p.name, p.read_bytes()) for p in read])).encode())
+            self.out, self.kept = Path(given["--out"]), fits / found.hexdigest()
+            self.child = None if self.kept.exists() else child(module, arguments)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            if self.child:
+                self.child.__exit__(*error)
+
+        def wait(self, accept=(0,), seconds=None):
+            if self.child is None:
+                shutil.copytree(self.kept, self.out)
+                return 0
+            if (code := self.child.wait(accept, seconds)) == 0:
+                shutil.copytree(self.out, self.kept)
+            return code
+
+    monkeypatch.setattr(measuring, "Child", Kept)
+
+
+def test_a_fit_need_not_hold_what_other_libraries_lack(tmp_path, monkeypatch, fitted_once):
     kernels = ["torch/bf16", "torch/fp8_rowwise_fast", "torch/relu_forward"]
     on(MadeUp({"gemm": 140, "memory": 70}, kernels=kernels), monkeypatch)
     related = perfmodel.load("h200")
@@ -372,7 +409,7 @@ def test_a_fit_need_not_hold_what_other_libraries_lack(tmp_path, monkeypatch):
     assert "not in it, for they have fewer than 30 rows: loka/fp8_rowwise_fast" in document["left_out"]
 
 
-def test_a_fit_that_predicts_worse_than_a_correction_lies_beside_it(tmp_path, monkeypatch):
+def test_a_fit_that_predicts_worse_than_a_correction_lies_beside_it(tmp_path, monkeypatch, fitted_once):
     kernels = ["torch/bf16", "torch/fp8_rowwise_fast", "torch/relu_forward"]
     on(MadeUp({"gemm": 140, "memory": 70}, kernels=kernels), monkeypatch)
     monkeypatch.setattr("hil.kernels.availability.available_kernels", lambda *_: tuple(kernels))
